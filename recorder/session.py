@@ -1,0 +1,294 @@
+"""The recording of one process: a bounded queue, one writer thread, and faults kept apart.
+
+The hot path only enqueues. A job is a function that turns what a hook kept into rows; it runs in
+the writer thread. Nothing that goes wrong here reaches the engine, unless `strict` is set.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from rolltape.recorder.options import TAPE_VARIABLE, Options
+from rolltape.store import TapeWriter
+
+Job = Callable[[TapeWriter], None]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: A hook that failed this often is not called again.
+MAX_FAULTS = 3
+_CLOSE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class _Item:
+    job: Job
+    nbytes: int
+    gap: dict[str, Any]
+
+
+class Session:
+    """Records into one tape from this process.
+
+    Args:
+        tape: folder of an existing tape.
+        options: what to record.
+
+    The writer and its thread start with the first `put`, so that a process which records
+    nothing leaves nothing behind. After a fork the child has a session of its own.
+    """
+
+    def __init__(self, tape: Path, options: Options) -> None:
+        self.tape = tape
+        self.options = options
+        self.faults: dict[str, int] = {}
+        self.dropped = 0
+        self._lock = threading.Condition()
+        self._items: deque[_Item] = deque()
+        self._bytes = 0
+        self._busy = False
+        self._closing = False
+        self._dead = False
+        self._thread: threading.Thread | None = None
+        self._gaps: list[dict[str, Any]] = []
+
+    # -- the hot path ---------------------------------------------------------------------
+
+    def put(self, job: Job, *, nbytes: int, gap: dict[str, Any]) -> bool:
+        """Hand a job to the writer thread.
+
+        Args:
+            job: called with the writer; must not touch the engine.
+            nbytes: memory that it holds until it has run.
+            gap: what will be missing if it is dropped; keys of the `events` table, `detail`
+                as a dict.
+
+        Returns:
+            False when it was dropped. The gap is then recorded as soon as there is room.
+        """
+        limit = self.options.queue_mb << 20
+        with self._lock:
+            if self._closing or self._dead:
+                self.dropped += 1
+                return False
+            # a job larger than the whole queue is let through alone, else it never could be
+            while self._items and self._bytes + nbytes > limit:
+                if self.options.on_full == "drop":
+                    self.dropped += 1
+                    self._gaps.append({"t_ns": time.time_ns(), "kind": "gap", **gap})
+                    return False
+                self._lock.wait(timeout=1.0)
+                if self._dead:
+                    return False
+            self._items.append(_Item(job, nbytes, gap))
+            self._bytes += nbytes
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="rolltape-writer", daemon=True
+                )
+                self._thread.start()
+            self._lock.notify_all()
+        return True
+
+    def event(self, kind: str, *, detail: dict[str, Any], **columns: Any) -> None:
+        """Record an event; small, and never dropped for want of room."""
+        row = {"t_ns": time.time_ns(), "kind": kind, "detail": detail, **columns}
+        with self._lock:
+            self._gaps.append(row)
+        self.put(lambda writer: None, nbytes=0, gap={"detail": {}})
+
+    # -- faults ---------------------------------------------------------------------------
+
+    def safely(self, name: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Call a hook; its errors are counted and recorded, and after three it is disabled."""
+        if self.faults.get(name, 0) >= MAX_FAULTS:
+            return None
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            self.fault(name, error)
+            return None
+
+    def fault(self, name: str, error: BaseException, **columns: Any) -> None:
+        """Count and record an error of the recorder; the job goes on unless `strict`."""
+        count = self.faults[name] = self.faults.get(name, 0) + 1
+        where = "".join(traceback.format_exception(error)[-3:])
+        detail = {"hook": name, "error": f"{type(error).__name__}: {error}", "trace": where[-2000:]}
+        if count == 1:
+            warn(f"{name}: {detail['error']} (the job goes on; this part is not recorded)")
+        if count <= MAX_FAULTS:
+            detail["disabled"] = count == MAX_FAULTS
+            self.event("hook_error", detail=detail, **columns)
+        if self.options.strict:
+            raise error
+
+    # -- the writer thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        writer: TapeWriter | None = None
+        try:
+            writer = TapeWriter(self.tape, fsync=self.options.fsync)
+            while (item := self._next()) is not None:
+                self._do(writer, item)
+            self._write_gaps(writer)
+            writer.close()
+        except Exception as error:  # disk full, folder gone: recording ends, the job does not
+            with self._lock:
+                self._dead = True
+                self.dropped += len(self._items)
+                self._items.clear()
+                self._lock.notify_all()
+            warn(f"recording stopped: {type(error).__name__}: {error}")
+            if writer is not None:
+                self._last_words(writer, error)
+        finally:
+            with self._lock:
+                self._busy = False
+                self._lock.notify_all()
+
+    def _next(self) -> _Item | None:
+        with self._lock:
+            self._busy = False
+            self._lock.notify_all()
+            while not self._items:
+                if self._closing:
+                    return None
+                self._lock.wait()
+            self._busy = True
+            return self._items.popleft()
+
+    def _do(self, writer: TapeWriter, item: _Item) -> None:
+        try:
+            item.job(writer)
+        except OSError:
+            raise
+        except Exception as error:
+            gap = {k: v for k, v in item.gap.items() if k != "detail"}
+            with self._lock:
+                self._gaps.append({"t_ns": time.time_ns(), "kind": "gap", **item.gap})
+            try:
+                self.fault("writer", error, **gap)
+            except Exception:  # strict: there is no job on this thread that could fail
+                warn("strict: the writer thread failed; the recording is incomplete")
+        finally:
+            with self._lock:
+                self._bytes -= item.nbytes
+                self._lock.notify_all()
+        self._write_gaps(writer)
+        writer.flush()
+
+    def _write_gaps(self, writer: TapeWriter) -> None:
+        with self._lock:
+            rows, self._gaps = self._gaps, []
+        for row in rows:
+            detail = json.dumps(row.get("detail", {}))
+            writer.append("events", {**row, "writer": writer.id, "detail": detail})
+
+    def _last_words(self, writer: TapeWriter, error: Exception) -> None:
+        with self._lock:
+            self._gaps.append(
+                {
+                    "t_ns": time.time_ns(),
+                    "kind": "gap",
+                    "detail": {"reason": f"recording stopped: {error}", "dropped": self.dropped},
+                }
+            )
+        try:
+            self._write_gaps(writer)
+            writer.close()
+        except Exception as again:
+            warn(f"the end of the recording could not be written either: {again}")
+
+    # -- life -----------------------------------------------------------------------------
+
+    def drain(self, timeout: float = _CLOSE_SECONDS) -> bool:
+        """Wait until everything enqueued so far is on disk; False if it took too long."""
+        end = time.monotonic() + timeout
+        with self._lock:
+            while (self._items or self._busy) and not self._dead:
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                self._lock.wait(timeout=left)
+        return not self._dead
+
+    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
+        """Write what is queued, finish the shards, stop the thread. May be called twice."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+            if thread.is_alive():
+                warn(f"the writer did not finish within {timeout:.0f} s; the tape is incomplete")
+
+
+_active: Session | None = None
+
+
+def active() -> Session | None:
+    """The session that hooks of this process record into, if any."""
+    return _active
+
+
+def start(tape: Path, options: Options) -> Session:
+    """Make a session the active one of this process."""
+    global _active
+    _active = Session(tape, options)
+    return _active
+
+
+def stop() -> None:
+    """Close the active session; hooks are inert afterwards."""
+    global _active
+    session, _active = _active, None
+    if session is not None:
+        session.close()
+
+
+def start_from_env() -> Session | None:
+    """The session that `rolltape record` asked for by environment variables, started once."""
+    tape = os.environ.get(TAPE_VARIABLE)
+    if _active is None and tape:
+        start(Path(tape), Options.from_environment())
+        atexit.register(stop)
+        _stop_in_multiprocessing_children()
+    return _active
+
+
+def _stop_in_multiprocessing_children() -> None:
+    # children of multiprocessing leave by os._exit: only these finalizers run there
+    from multiprocessing import util
+
+    util.Finalize(None, stop, exitpriority=1)
+
+
+def _after_fork() -> None:
+    # threads and locks did not come along; what was queued belongs to the parent
+    global _active
+    if _active is not None:
+        _active = Session(_active.tape, _active.options)
+        _stop_in_multiprocessing_children()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def warn(message: str) -> None:
+    """One line on stderr, whatever the job did to its logging."""
+    try:
+        print(f"rolltape: {message}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # stderr closed: nobody is there to be told
+        return

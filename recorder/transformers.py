@@ -1,0 +1,438 @@
+"""Records `generate()` of transformers causal language models.
+
+One method is patched, `GenerationMixin._sample`, and only while a session is active does it do
+anything. For the length of one call the recorder stands at four places, none of which changes a
+value: three logits processors that pass their scores through (before all others, before the first
+that truncates, after all), the stopping criteria (first to see the sampled token), a forward
+pre-hook on the model (what was run) and one on every `experts` module (what was chosen).
+
+Tensors are kept by reference on their device and handed over in blocks of steps; the rows are made
+by `rolltape.recorder.generation` in the writer thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import wrapt
+
+from rolltape.recorder.digest import weights_digest, weights_stamp
+from rolltape.recorder.facts import experts_implementation, model_facts, sdpa_backends
+from rolltape.recorder.generation import Block, Call, Forward, StepData, block_job, opening_job
+from rolltape.recorder.moe import MoeBlock, decoder_layers, find_moe_blocks
+from rolltape.recorder.rows import engine_job, weights_job
+from rolltape.recorder.sampling import Sampling, read_sampling
+from rolltape.recorder.session import Session, active, start_from_env
+from rolltape.store import new_uuid
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: A block is handed over after this many steps, or earlier when it holds this many bytes.
+BLOCK_STEPS = 32
+BLOCK_BYTES = 32 << 20
+
+_UNRECORDED_MODES = ("_beam_search", "_assisted_decoding")
+_patches: list[tuple[Any, str, Any]] = []
+
+
+def bind() -> None:
+    """Patch transformers' generation; called once it has been imported. Idempotent."""
+    if _patches:
+        return
+    from transformers.generation.utils import GenerationMixin
+
+    _patch(GenerationMixin, "_sample", _around_sample)
+    for mode in _UNRECORDED_MODES:
+        if hasattr(GenerationMixin, mode):
+            _patch(GenerationMixin, mode, _around_unrecorded)
+
+
+def unbind() -> None:
+    """Undo `bind`."""
+    while _patches:
+        owner, name, original = _patches.pop()
+        setattr(owner, name, original)
+
+
+def _patch(owner: Any, name: str, around: Any) -> None:
+    original = owner.__dict__[name]
+    _patches.append((owner, name, original))
+    setattr(owner, name, wrapt.FunctionWrapper(original, around))
+
+
+def _session() -> Session | None:
+    return active() or start_from_env()
+
+
+def _around_unrecorded(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
+    session = _session()
+    if session is not None:
+        detail = {"reason": f"decoding mode {wrapped.__name__} is not recorded"}
+        session.event("gap", detail=detail)
+    return wrapped(*args, **kwargs)
+
+
+def _around_sample(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
+    session = _session()
+    if session is None:
+        return wrapped(*args, **kwargs)
+    recording = session.safely("generate.begin", _begin, session, model, args, kwargs)
+    if recording is None:
+        return wrapped(*args, **kwargs)
+    try:
+        result = wrapped(*args, **recording.kwargs)
+    except BaseException as error:
+        finish = "error" if isinstance(error, Exception) else "abort"
+        session.safely("generate.end", recording.end, finish)
+        raise
+    else:
+        session.safely("generate.end", recording.end, None)
+        return result
+    finally:
+        recording.detach()
+
+
+class _Engine:
+    """What is known of one model in this process: its engine id, its blocks, its weights."""
+
+    def __init__(self, session: Session, model: Any) -> None:
+        self.id = new_uuid()
+        self.session = weakref.ref(session)
+        self.blocks: list[MoeBlock] = find_moe_blocks(model)
+        self.layers = decoder_layers(model) if session.options.layers else {}
+        self.layers_left = session.options.layers
+        self.calls = itertools.count()
+        self.steps = itertools.count()
+        self.version = -1
+        self.stamp: int | None = None
+        session.put(engine_job(self.id, "rollout", "transformers", model_facts(model)),
+                    nbytes=4096, gap={"engine": self.id, "detail": {"table": "engines"}})
+
+    def check_weights(self, session: Session, model: nn.Module) -> None:
+        """New version if the weights are not what they were at the last call."""
+        stamp = weights_stamp(model)
+        if stamp == self.stamp:
+            return
+        self.stamp = stamp
+        self.version += 1
+        digest = weights_digest(model)
+        job = weights_job(self.id, self.version, digest)
+        session.put(job, nbytes=1024, gap={"engine": self.id, "detail": {"table": "weights"}})
+        if self.version:
+            detail = {"version": self.version, "digest": f"{digest.value:016x}"}
+            session.event("update", engine=self.id, detail=detail)
+
+
+_engines: weakref.WeakKeyDictionary[Any, _Engine] = weakref.WeakKeyDictionary()
+
+
+def _engine_of(session: Session, model: Any) -> _Engine:
+    engine = _engines.get(model)
+    if engine is None or engine.session() is not session:
+        engine = _engines[model] = _Engine(session, model)
+    return engine
+
+
+def _begin(session: Session, model: Any, args: Any, kwargs: Any) -> _Recording | None:
+    input_ids = args[0] if args else kwargs["input_ids"]
+    mask = kwargs.get("attention_mask")
+    problem = _unsupported(model, input_ids, mask, kwargs)
+    if problem:
+        session.event("gap", detail={"reason": problem})
+        return None
+    engine = _engine_of(session, model)
+    engine.check_weights(session, model)
+    return _Recording(session, engine, model, input_ids, mask, kwargs)
+
+
+def _unsupported(model: Any, input_ids: Any, mask: Any, kwargs: Any) -> str | None:
+    if model.config.is_encoder_decoder:
+        return "encoder-decoder models are not recorded"
+    if input_ids.shape[1] == 0 or kwargs.get("inputs_embeds") is not None:
+        return "generation from inputs_embeds is not recorded: the prompt ids are unknown"
+    if mask is not None and mask.ndim != 2:
+        return f"attention masks with {mask.ndim} dimensions are not recorded"
+    if mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
+        return "the attention mask is not left padding: positions would be ambiguous"
+    return None
+
+
+class _Probe:
+    """A logits processor that looks and passes the scores on."""
+
+    def __init__(self, session: Session, name: str, look: Any) -> None:
+        self._session, self._name, self._look = session, name, look
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._session.safely(self._name, self._look, scores)
+        return scores
+
+
+def _watched(criteria: Any, session: Session, look: Any) -> Any:
+    """The same stopping criteria, which also show their answer."""
+
+    class Watched(type(criteria)):  # type: ignore[misc]
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            done = super().__call__(input_ids, scores, **kwargs)
+            session.safely("generate.token", look, input_ids, done)
+            return done
+
+    return Watched(criteria)
+
+
+class _Recording:
+    """One `generate()` call being recorded."""
+
+    def __init__(
+        self, session: Session, engine: _Engine, model: Any, ids: Any, mask: Any, kwargs: Any
+    ) -> None:
+        config = kwargs["generation_config"]
+        self.session, self.engine, self.model = session, engine, model
+        self.sampling: Sampling = read_sampling(config, kwargs.get("logits_processor"))
+        keep = min(engine.layers_left, ids.shape[0])
+        engine.layers_left -= keep
+        compiled = _compiled(model, kwargs, config)
+        self.call = Call(
+            engine=engine.id,
+            number=next(engine.calls),
+            prompts=ids.detach().to("cpu", copy=True).numpy(),
+            pad_left=_pad_left(ids, mask),
+            samples=max(1, config.num_return_sequences or 1),
+            sampling=self.sampling,
+            layers=tuple(b.layer for b in engine.blocks) if session.options.routes else (),
+            k=engine.blocks[0].k if engine.blocks else 0,
+            num_experts=engine.blocks[0].num_experts if engine.blocks else 0,
+            weight_version=engine.version,
+            kept_rows=keep,
+            cached=_cached_columns(kwargs),
+            route_gap="compiled" if compiled else "not-captured",
+            cache=_cache_name(kwargs),
+            threads=torch.get_num_threads(),
+            attention=getattr(model.config, "_attn_implementation", None),
+            sdpa=sdpa_backends(),
+        )
+        self.vocab = 0
+        self._steps: list[StepData] = []
+        self._nbytes = 0
+        self._first = 0
+        self._listening = True
+        self._forwards: list[Forward] = []
+        self._raw: torch.Tensor | None = None
+        self._scaled: torch.Tensor | None = None
+        self._processed: torch.Tensor | None = None
+        self._support: torch.Tensor | None = None
+        self._alive: torch.Tensor | None = None
+        self._handles: list[Any] = []
+        self._put(opening_job(self.call), nbytes=self.call.prompts.nbytes, start=0, n=ids.shape[1])
+        if not compiled:
+            self._attach()
+        self.kwargs = {
+            **kwargs,
+            "logits_processor": self._probed(kwargs.get("logits_processor")),
+            "stopping_criteria": _watched(kwargs["stopping_criteria"], session, self._on_token),
+        }
+
+    # -- places to stand ------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        add, session = self._handles.append, self.session
+        hook = self._guarded("generate.forward", self._on_forward)
+        add(self.model.register_forward_pre_hook(hook, with_kwargs=True))
+        for index, block in enumerate(self.engine.blocks if session.options.routes else ()):
+            look = self._guarded("generate.routes", self._on_experts, index)
+            add(block.experts.register_forward_pre_hook(look, with_kwargs=True))
+        if self.call.kept_rows:
+            for number, layer in self.engine.layers.items():
+                look = self._guarded("generate.layers", self._on_layer, f"layers.{number}.out")
+                add(layer.register_forward_hook(look))
+
+    def _guarded(self, name: str, look: Any, *first: Any) -> Any:
+        safely = self.session.safely
+
+        def hook(module: Any, *args: Any) -> None:
+            if self._listening:
+                safely(name, look, *first, *args)
+
+        return hook
+
+    def detach(self) -> None:
+        """Take every hook away."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _probed(self, processors: Any) -> Any:
+        from transformers.generation.logits_process import LogitsProcessorList
+
+        items = list(processors or ())
+        split = self.sampling.first_truncation
+        raw = _Probe(self.session, "generate.raw", self._on_raw)
+        scaled = _Probe(self.session, "generate.scaled", self._on_scaled)
+        last = _Probe(self.session, "generate.processed", self._on_processed)
+        return LogitsProcessorList([raw, *items[:split], scaled, *items[split:], last])
+
+    # -- what they see --------------------------------------------------------------------
+
+    def _on_forward(self, args: Any, kwargs: Any) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is None:
+            ids = kwargs["inputs_embeds"]
+        experts = experts_implementation(self.model) if self.engine.blocks else None
+        self._forwards.append(
+            Forward(step=next(self.engine.steps), t_ns=time.time_ns(), columns=int(ids.shape[1]),
+                    experts=experts, routes={}, layers={})
+        )
+
+    def _on_experts(self, index: int, args: Any, kwargs: Any) -> None:
+        ids = args[1] if len(args) > 1 else kwargs["top_k_index"]
+        weights = args[2] if len(args) > 2 else kwargs["top_k_weights"]
+        self._forwards[-1].routes[index] = (ids, weights)
+
+    def _on_layer(self, site: str, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        kept = hidden.detach()[: self.call.kept_rows].clone()
+        self._nbytes += kept.nbytes
+        self._forwards[-1].layers[site] = kept
+
+    def _on_raw(self, scores: torch.Tensor) -> None:
+        self._listening = False
+        self.vocab = int(scores.shape[-1])
+        self._raw = torch.log_softmax(scores, -1)
+
+    def _on_scaled(self, scores: torch.Tensor) -> None:
+        same = not self.sampling.edits and self.sampling.temperature == 1.0
+        self._scaled = self._raw if same else torch.log_softmax(scores, -1)
+
+    def _on_processed(self, scores: torch.Tensor) -> None:
+        self._listening = True
+        if self.sampling.greedy:
+            self._processed = None
+        elif not self.sampling.truncation:
+            self._processed = self._scaled
+        else:
+            self._processed = torch.log_softmax(scores, -1)
+            self._support = _pack(scores != -torch.inf)
+            self._nbytes += self._support.nbytes
+
+    def _on_token(self, input_ids: torch.Tensor, done: torch.Tensor) -> None:
+        token = input_ids[:, -1:]
+        gathered = [
+            None if lp is None else lp.gather(-1, token).squeeze(-1)
+            for lp in (self._raw, self._scaled, self._processed)
+        ]
+        if self._alive is None:
+            self._alive = torch.ones_like(done)
+        step = StepData(
+            self._forwards, token.squeeze(-1), *gathered, self._support, self._alive, done
+        )
+        self._alive = self._alive & ~done
+        self._forwards, self._support = [], None
+        self._raw = self._scaled = self._processed = None
+        self._steps.append(step)
+        self._nbytes += step.nbytes
+        if len(self._steps) >= BLOCK_STEPS or self._nbytes >= BLOCK_BYTES:
+            self._hand_over(None, closing=False)
+
+    # -- handing over ---------------------------------------------------------------------
+
+    def end(self, finish: str | None) -> None:
+        """Hand over what is left; `finish` names the end of rows that had not ended."""
+        self._hand_over(finish, closing=True)
+
+    def _hand_over(self, finish: str | None, *, closing: bool) -> None:
+        block = Block(self._first, self._steps, self.vocab, finish, closing, _to_host(self._steps))
+        first, steps, nbytes = self._first, len(self._steps), self._nbytes
+        self._first, self._steps, self._nbytes = first + steps, [], 0
+        self._put(block_job(self.call, block), nbytes=nbytes, start=first, n=steps)
+
+    def _put(self, job: Any, *, nbytes: int, start: int, n: int) -> None:
+        detail = {"call": self.call.number, "first_step": start, "steps": n}
+        gap = {"engine": self.engine.id, "detail": detail}
+        self.session.put(job, nbytes=nbytes, gap=gap)
+
+
+def _pack(kept: torch.Tensor) -> torch.Tensor:
+    """Bitmap [rows, ceil(V / 8)] of a boolean [rows, V], bit i of byte j is column 8 j + i."""
+    if kept.device.type == "cpu":
+        return torch.from_numpy(np.packbits(kept.numpy(), axis=-1, bitorder="little"))
+    rows, width = kept.shape
+    padded = torch.nn.functional.pad(kept, (0, -width % 8)).view(rows, -1, 8)
+    shifts = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=kept.device)
+    return (padded.to(torch.uint8) * shifts).sum(-1, dtype=torch.uint8)
+
+
+def _to_host(steps: list[StepData]) -> Any:
+    """Start copying a block to the host; returns what the writer thread must wait for.
+
+    Tensors of one shape and dtype travel as one: a block of 32 steps of a 48-layer model has
+    thousands of small ones, and each copy costs the host more than the wire.
+    """
+    if not steps or steps[0].token.device.type == "cpu":
+        return None
+    alike: dict[Any, list[tuple[Any, Any, torch.Tensor]]] = {}
+    for step in steps:
+        for place in list(step.tensors()):
+            tensor = place[2]
+            alike.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append(place)
+    ready = []
+    for (_, _, device), places in alike.items():
+        stacked = torch.stack([tensor for _, _, tensor in places])
+        if stacked.dtype == torch.int64:
+            stacked = stacked.to(torch.int32)  # token ids and expert ids
+        pinned = torch.empty(
+            stacked.shape, dtype=stacked.dtype, pin_memory=device.type == "cuda"
+        )
+        pinned.copy_(stacked, non_blocking=True)
+        for (holder, key, _), host in zip(places, pinned.unbind(), strict=True):
+            if isinstance(key, tuple):  # routes hold pairs
+                pair = list(holder[key[0]])
+                pair[key[1]] = host
+                holder[key[0]] = tuple(pair)
+            else:
+                holder[key] = host
+        if device.type == "cuda":
+            event = torch.cuda.Event(blocking=True)
+            event.record(torch.cuda.current_stream(device))
+            ready.append(event)
+    return _All(ready)
+
+
+class _All:
+    """Waits for several events."""
+
+    def __init__(self, events: list[Any]) -> None:
+        self._events = events
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+
+def _pad_left(ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
+    if mask is None:
+        return np.zeros(ids.shape[0], np.int64)
+    width = ids.shape[1]
+    return (mask[:, :width] == 0).sum(-1).cpu().numpy().astype(np.int64)
+
+
+def _cached_columns(kwargs: Any) -> int:
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    length = getattr(cache, "get_seq_length", lambda: 0)()
+    return int(length)
+
+
+def _cache_name(kwargs: Any) -> str | None:
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    return type(cache).__name__ if cache is not None else None
+
+
+def _compiled(model: Any, kwargs: Any, config: Any) -> bool:
+    criteria = getattr(model, "_valid_auto_compile_criteria", None)
+    return bool(criteria(kwargs, config)) if criteria else False
+
+

@@ -1,0 +1,5 @@
+"""`python -m rolltape`."""
+
+from rolltape.cli import main
+
+main()

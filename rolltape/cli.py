@@ -1,0 +1,67 @@
+"""The command line: `rolltape COMMAND`. Each command lives in the package that does the work."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from rolltape import __version__
+
+#: command -> "module:function"; a module is imported when its command is run or documented.
+COMMANDS = {
+    "record": "rolltape.recorder.cli:record",
+    "replay": "rolltape.replay.cli:replay",
+    "diff": "rolltape.replay.cli:diff",
+    "info": "rolltape.store.cli:info",
+    "show": "rolltape.store.cli:show",
+    "view": "rolltape.viewer.cli:view",
+}
+
+#: Exit statuses that every command but `record` uses; `record` exits as its child did.
+EXIT_OK, EXIT_DIFFERENT, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE = 0, 1, 2, 3
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="rolltape")
+def cli() -> None:
+    """Record what a rollout engine really did, replay it through the trainer, explain the gap."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Entry point of the `rolltape` script. Bad input is one line on stderr and exit status 2."""
+    from rolltape.store.errors import RolltapeError
+
+    try:
+        status = cli.main(args, prog_name="rolltape", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        status = EXIT_BAD_INPUT
+    except (click.Abort, KeyboardInterrupt):
+        status = 130
+    except RolltapeError as error:
+        click.echo(f"rolltape: error: {error}", err=True)
+        status = EXIT_BAD_INPUT
+    except BrokenPipeError:
+        # `rolltape show | head`: keep the interpreter from complaining while it shuts down
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 141
+    sys.exit(status if isinstance(status, int) else EXIT_OK)
+
+
+if __name__ == "__main__":
+    main()

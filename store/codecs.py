@@ -1,0 +1,98 @@
+"""Encodings of the dense columns. This is the one place where packed codecs will be added.
+
+Each encoding is a pair of pure functions between a numpy array and bytes. `plain` puts one
+plane per (slot, layer) so that the IPC buffer compression (zstd) sees like beside like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rolltape.store.errors import SchemaError
+
+MAX_EXPERTS = 65_535
+
+
+def route_dtype(num_experts: int) -> np.dtype:
+    """Narrowest little-endian unsigned dtype that holds ids 0..num_experts-1.
+
+    Raises:
+        SchemaError: more than 65,535 experts.
+    """
+    if not 0 < num_experts <= MAX_EXPERTS:
+        raise SchemaError(f"num_experts is {num_experts}", hint=f"1 to {MAX_EXPERTS} are supported")
+    return np.dtype("u1") if num_experts <= 256 else np.dtype("<u2")
+
+
+@dataclass(frozen=True)
+class RouteCodec:
+    """Encodes expert ids [n, layers, k] into bytes and back, exactly, slot order kept."""
+
+    encode: Callable[[np.ndarray, int], bytes]
+    decode: Callable[[bytes, int, int, int, int], np.ndarray]
+
+
+def _plain_encode(ids: np.ndarray, num_experts: int) -> bytes:
+    dtype = route_dtype(num_experts)
+    if ids.ndim != 3:
+        raise SchemaError(f"routes.ids has shape {list(ids.shape)}", hint="expected [n, layers, k]")
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= num_experts):
+        raise SchemaError(
+            f"routes.ids has values {int(ids.min())}..{int(ids.max())}, num_experts is {num_experts}",
+            hint="missing rows belong in the validity bitmap, not in a special id",
+        )
+    return np.ascontiguousarray(ids.astype(dtype, copy=False).transpose(2, 1, 0)).tobytes()
+
+
+def _plain_decode(data: bytes, n: int, layers: int, k: int, num_experts: int) -> np.ndarray:
+    dtype = route_dtype(num_experts)
+    _check_size("routes.ids", data, n * layers * k * dtype.itemsize)
+    planes = np.frombuffer(data, dtype=dtype).reshape(k, layers, n)
+    ids = np.ascontiguousarray(planes.transpose(2, 1, 0))
+    if ids.size and int(ids.max()) >= num_experts:
+        raise SchemaError(f"routes.ids has id {int(ids.max())}, num_experts is {num_experts}")
+    return ids
+
+
+#: Known encodings of `routes.ids`, by the name in the `encoding` column.
+ROUTE_CODECS: dict[str, RouteCodec] = {"plain": RouteCodec(_plain_encode, _plain_decode)}
+
+
+def encode_floats(values: np.ndarray) -> bytes:
+    """Float32 array [n, ...] to bytes; one plane per trailing index, bits kept."""
+    array = np.asarray(values, dtype="<f4")
+    return np.ascontiguousarray(np.moveaxis(array, 0, -1)).tobytes()
+
+
+def decode_floats(data: bytes, shape: tuple[int, ...], *, field: str) -> np.ndarray:
+    """Inverse of `encode_floats` for an array of `shape` [n, ...].
+
+    Raises:
+        SchemaError: the bytes are not of that shape.
+    """
+    _check_size(field, data, 4 * int(np.prod(shape, dtype=np.int64)))
+    planes = np.frombuffer(data, dtype="<f4").reshape(*shape[1:], shape[0])
+    return np.ascontiguousarray(np.moveaxis(planes, -1, 0))
+
+
+def encode_bits(valid: np.ndarray) -> bytes | None:
+    """Boolean array to a little-endian bitmap; None when all are true."""
+    return None if valid.all() else np.packbits(valid.ravel(), bitorder="little").tobytes()
+
+
+def decode_bits(data: bytes | None, shape: tuple[int, ...], *, field: str) -> np.ndarray:
+    """Inverse of `encode_bits`."""
+    if data is None:
+        return np.ones(shape, dtype=bool)
+    count = int(np.prod(shape, dtype=np.int64))
+    _check_size(field, data, (count + 7) // 8)
+    bits = np.unpackbits(np.frombuffer(data, dtype="u1"), count=count, bitorder="little")
+    return bits.astype(bool).reshape(shape)
+
+
+def _check_size(field: str, data: bytes, expected: int) -> None:
+    if len(data) != expected:
+        raise SchemaError(f"{field} has {len(data)} bytes, its shape needs {expected}")
