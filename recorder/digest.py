@@ -70,7 +70,7 @@ def named_weights(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """Parameters once each (tied ones under their first name) and persistent buffers."""
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
-        hidden = getattr(module, "_non_persistent_buffers_set", set())
+        hidden: set[str] = getattr(module, "_non_persistent_buffers_set", set())
         for name, buffer in module.named_buffers(recurse=False):
             if name not in hidden:
                 yield (f"{prefix}.{name}" if prefix else name), buffer

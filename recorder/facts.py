@@ -92,7 +92,7 @@ def effective_settings(model: nn.Module) -> dict[str, Any]:
         ),
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "sdpa": sdpa_backends(),
-        "autocast": torch.is_autocast_enabled(model.device.type),  # type: ignore[union-attr,arg-type]
+        "autocast": torch.is_autocast_enabled(next(model.parameters()).device.type),
     }
 
 

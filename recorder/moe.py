@@ -54,10 +54,6 @@ def find_moe_blocks(model: nn.Module) -> list[MoeBlock]:
         weight = getattr(router, "weight", None)
         if router is None or weight is None:
             continue
-        k = getattr(router, "top_k", None) or getattr(modules[parent], "top_k", None)
-        if k is None:
-            config = getattr(model, "config", None)
-            k = getattr(config, "num_experts_per_tok", 0)
         found.append(
             MoeBlock(
                 layer=int(match[1]),
@@ -66,10 +62,18 @@ def find_moe_blocks(model: nn.Module) -> list[MoeBlock]:
                 router=router,
                 experts=experts,
                 num_experts=int(weight.shape[0]),
-                k=int(k),
+                k=_experts_per_token(router, modules[parent], getattr(model, "config", None)),
             )
         )
     return sorted(found, key=lambda b: b.layer)
+
+
+def _experts_per_token(*owners: object) -> int:
+    for owner in owners:
+        for name in ("top_k", "num_experts_per_tok"):
+            if isinstance(value := getattr(owner, name, None), int):
+                return value
+    return 0
 
 
 def decoder_layers(model: nn.Module) -> dict[int, nn.Module]:

@@ -110,7 +110,9 @@ class Session:
 
     # -- faults ---------------------------------------------------------------------------
 
-    def safely(self, name: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    def safely(
+        self, name: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T | None:
         """Call a hook; its errors are counted and recorded, and after three it is disabled."""
         if self.faults.get(name, 0) >= MAX_FAULTS:
             return None
@@ -124,7 +126,11 @@ class Session:
         """Count and record an error of the recorder; the job goes on unless `strict`."""
         count = self.faults[name] = self.faults.get(name, 0) + 1
         where = "".join(traceback.format_exception(error)[-3:])
-        detail = {"hook": name, "error": f"{type(error).__name__}: {error}", "trace": where[-2000:]}
+        detail: dict[str, Any] = {
+            "hook": name,
+            "error": f"{type(error).__name__}: {error}",
+            "trace": where[-2000:],
+        }
         if count == 1:
             warn(f"{name}: {detail['error']} (the job goes on; this part is not recorded)")
         if count <= MAX_FAULTS:

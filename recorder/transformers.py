@@ -15,15 +15,17 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import wrapt
 
+from rolltape.recorder.blocks import Block, Call, Forward, StepData, stack_block
 from rolltape.recorder.digest import weights_digest, weights_stamp
 from rolltape.recorder.facts import experts_implementation, model_facts, sdpa_backends
-from rolltape.recorder.generation import Block, Call, Forward, StepData, block_job, opening_job
+from rolltape.recorder.generation import block_job, opening_job
 from rolltape.recorder.moe import MoeBlock, decoder_layers, find_moe_blocks
 from rolltape.recorder.rows import engine_job, weights_job
 from rolltape.recorder.sampling import Sampling, read_sampling
@@ -33,8 +35,9 @@ from rolltape.store import new_uuid
 if TYPE_CHECKING:
     from torch import nn
 
-#: A block is handed over after this many steps, or earlier when it holds this many bytes.
-BLOCK_STEPS = 32
+#: A block is handed over after this long, this many steps or this many bytes; what a kill loses.
+BLOCK_SECONDS = 1.0
+BLOCK_STEPS = 256
 BLOCK_BYTES = 32 << 20
 
 _UNRECORDED_MODES = ("_beam_search", "_assisted_decoding")
@@ -111,8 +114,11 @@ class _Engine:
         self.steps = itertools.count()
         self.version = -1
         self.stamp: int | None = None
-        session.put(engine_job(self.id, "rollout", "transformers", model_facts(model)),
-                    nbytes=4096, gap={"engine": self.id, "detail": {"table": "engines"}})
+        session.put(
+            engine_job(self.id, "rollout", "transformers", model_facts(model)),
+            nbytes=4096,
+            gap={"engine": self.id, "detail": {"table": "engines"}},
+        )
 
     def check_weights(self, session: Session, model: nn.Module) -> None:
         """New version if the weights are not what they were at the last call."""
@@ -221,6 +227,7 @@ class _Recording:
         self._steps: list[StepData] = []
         self._nbytes = 0
         self._first = 0
+        self._since = time.monotonic()
         self._listening = True
         self._forwards: list[Forward] = []
         self._raw: torch.Tensor | None = None
@@ -284,8 +291,14 @@ class _Recording:
             ids = kwargs["inputs_embeds"]
         experts = experts_implementation(self.model) if self.engine.blocks else None
         self._forwards.append(
-            Forward(step=next(self.engine.steps), t_ns=time.time_ns(), columns=int(ids.shape[1]),
-                    experts=experts, routes={}, layers={})
+            Forward(
+                step=next(self.engine.steps),
+                t_ns=time.time_ns(),
+                columns=int(ids.shape[1]),
+                experts=experts,
+                routes={},
+                layers={},
+            )
         )
 
     def _on_experts(self, index: int, args: Any, kwargs: Any) -> None:
@@ -316,27 +329,43 @@ class _Recording:
             self._processed = self._scaled
         else:
             self._processed = torch.log_softmax(scores, -1)
-            self._support = _pack(scores != -torch.inf)
+            self._support = _pack(scores)
             self._nbytes += self._support.nbytes
 
     def _on_token(self, input_ids: torch.Tensor, done: torch.Tensor) -> None:
         token = input_ids[:, -1:]
-        gathered = [
+        raw, scaled, processed = (
             None if lp is None else lp.gather(-1, token).squeeze(-1)
             for lp in (self._raw, self._scaled, self._processed)
-        ]
+        )
         if self._alive is None:
             self._alive = torch.ones_like(done)
         step = StepData(
-            self._forwards, token.squeeze(-1), *gathered, self._support, self._alive, done
+            forwards=self._forwards,
+            token=token.squeeze(-1),
+            raw=raw,
+            scaled=scaled,
+            processed=processed,
+            support=self._support,
+            alive=self._alive,
+            done=done,
         )
         self._alive = self._alive & ~done
         self._forwards, self._support = [], None
         self._raw = self._scaled = self._processed = None
         self._steps.append(step)
-        self._nbytes += step.nbytes
-        if len(self._steps) >= BLOCK_STEPS or self._nbytes >= BLOCK_BYTES:
+        self._nbytes += 32 * token.nbytes + self._route_bytes(step.forwards)
+        late = time.monotonic() - self._since > BLOCK_SECONDS
+        if late or len(self._steps) >= BLOCK_STEPS or self._nbytes >= BLOCK_BYTES:
             self._hand_over(None, closing=False)
+
+    def _route_bytes(self, forwards: list[Forward]) -> int:
+        # all blocks of a model are alike: looking at one of them is enough for a bound
+        total = 0
+        for forward in forwards:
+            for ids, weights in list(forward.routes.values())[:1]:
+                total += (ids.nbytes + weights.nbytes) * len(forward.routes)
+        return total
 
     # -- handing over ---------------------------------------------------------------------
 
@@ -345,10 +374,14 @@ class _Recording:
         self._hand_over(finish, closing=True)
 
     def _hand_over(self, finish: str | None, *, closing: bool) -> None:
-        block = Block(self._first, self._steps, self.vocab, finish, closing, _to_host(self._steps))
-        first, steps, nbytes = self._first, len(self._steps), self._nbytes
-        self._first, self._steps, self._nbytes = first + steps, [], 0
-        self._put(block_job(self.call, block), nbytes=nbytes, start=first, n=steps)
+        first, steps, nbytes = self._first, self._steps, self._nbytes
+        self._first, self._steps, self._nbytes = first + len(steps), [], 0
+        block = stack_block(
+            self.call, first, steps, vocab=self.vocab, finish=finish, closing=closing
+        )
+        job = block_job(self.call, _to_host(block))
+        self._put(job, nbytes=nbytes, start=first, n=len(steps))
+        self._since = time.monotonic()
 
     def _put(self, job: Any, *, nbytes: int, start: int, n: int) -> None:
         detail = {"call": self.call.number, "first_step": start, "steps": n}
@@ -356,50 +389,44 @@ class _Recording:
         self.session.put(job, nbytes=nbytes, gap=gap)
 
 
-def _pack(kept: torch.Tensor) -> torch.Tensor:
-    """Bitmap [rows, ceil(V / 8)] of a boolean [rows, V], bit i of byte j is column 8 j + i."""
-    if kept.device.type == "cpu":
-        return torch.from_numpy(np.packbits(kept.numpy(), axis=-1, bitorder="little"))
-    rows, width = kept.shape
-    padded = torch.nn.functional.pad(kept, (0, -width % 8)).view(rows, -1, 8)
-    shifts = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=kept.device)
-    return (padded.to(torch.uint8) * shifts).sum(-1, dtype=torch.uint8)
+def _pack(scores: torch.Tensor) -> torch.Tensor:
+    """Bitmap [rows, ceil(V / 8)] of scores that are not -inf; bit i of byte j is 8 j + i."""
+    if scores.device.type == "cpu":
+        kept = scores.numpy() != -np.inf
+        return torch.from_numpy(np.packbits(kept, axis=-1, bitorder="little"))
+    padded = torch.nn.functional.pad(scores != -torch.inf, (0, -scores.shape[-1] % 8))
+    shifts = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=scores.device)
+    packed: torch.Tensor = (padded.unflatten(-1, (-1, 8)).to(torch.uint8) * shifts).sum(
+        -1, dtype=torch.uint8
+    )
+    return packed
 
 
-def _to_host(steps: list[StepData]) -> Any:
-    """Start copying a block to the host; returns what the writer thread must wait for.
+def _to_host(block: Block) -> Block:
+    """Start copying a block to the host; `ready` of the result is what to wait for."""
+    device = next(iter(block.small.values())).device if block.small else torch.device("cpu")
+    if device.type == "cpu":
+        return block
+    events = []
 
-    Tensors of one shape and dtype travel as one: a block of 32 steps of a 48-layer model has
-    thousands of small ones, and each copy costs the host more than the wire.
-    """
-    if not steps or steps[0].token.device.type == "cpu":
-        return None
-    alike: dict[Any, list[tuple[Any, Any, torch.Tensor]]] = {}
-    for step in steps:
-        for place in list(step.tensors()):
-            tensor = place[2]
-            alike.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append(place)
-    ready = []
-    for (_, _, device), places in alike.items():
-        stacked = torch.stack([tensor for _, _, tensor in places])
-        if stacked.dtype == torch.int64:
-            stacked = stacked.to(torch.int32)  # token ids and expert ids
-        pinned = torch.empty(
-            stacked.shape, dtype=stacked.dtype, pin_memory=device.type == "cuda"
-        )
-        pinned.copy_(stacked, non_blocking=True)
-        for (holder, key, _), host in zip(places, pinned.unbind(), strict=True):
-            if isinstance(key, tuple):  # routes hold pairs
-                pair = list(holder[key[0]])
-                pair[key[1]] = host
-                holder[key[0]] = tuple(pair)
-            else:
-                holder[key] = host
-        if device.type == "cuda":
-            event = torch.cuda.Event(blocking=True)
-            event.record(torch.cuda.current_stream(device))
-            ready.append(event)
-    return _All(ready)
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        narrow = tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor
+        if tensor.device.type != "cuda":
+            return narrow.to("cpu")
+        host = torch.empty(narrow.shape, dtype=narrow.dtype, pin_memory=True)
+        host.copy_(narrow, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(tensor.device))
+        events.append(event)
+        return host
+
+    return replace(
+        block,
+        small={name: move(t) for name, t in block.small.items()},
+        routes=[replace(p, ids=move(p.ids), weights=move(p.weights)) for p in block.routes],
+        layers=[replace(p, hidden=move(p.hidden)) for p in block.layers],
+        ready=_All(events),
+    )
 
 
 class _All:
@@ -434,5 +461,3 @@ def _cache_name(kwargs: Any) -> str | None:
 def _compiled(model: Any, kwargs: Any, config: Any) -> bool:
     criteria = getattr(model, "_valid_auto_compile_criteria", None)
     return bool(criteria(kwargs, config)) if criteria else False
-
-

@@ -41,7 +41,7 @@ def _plain_encode(ids: np.ndarray, num_experts: int) -> bytes:
         raise SchemaError(f"routes.ids has shape {list(ids.shape)}", hint="expected [n, layers, k]")
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= num_experts):
         raise SchemaError(
-            f"routes.ids has values {int(ids.min())}..{int(ids.max())}, num_experts is {num_experts}",
+            f"routes.ids has values {ids.min()}..{ids.max()}, num_experts is {num_experts}",
             hint="missing rows belong in the validity bitmap, not in a special id",
         )
     return np.ascontiguousarray(ids.astype(dtype, copy=False).transpose(2, 1, 0)).tobytes()

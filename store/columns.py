@@ -78,6 +78,20 @@ def list_column(cells: Sequence[Cell], type_: pa.ListType, *, field: str) -> pa.
     )
 
 
+def ragged(flat: np.ndarray, lengths: np.ndarray, type_: pa.DataType) -> pa.ListArray:
+    """A list column without nulls from all its values and the length of each cell.
+
+    Args:
+        flat: values of all cells one after another.
+        lengths: int [rows].
+        type_: type of the values.
+    """
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    values = pa.array(flat, type=type_, from_pandas=False)
+    return pa.ListArray.from_arrays(pa.array(offsets), values)
+
+
 def _checked_cast(values: np.ndarray, dtype: np.dtype, field: str) -> np.ndarray:
     if values.dtype.kind not in "iu" or dtype.kind not in "iu":
         raise SchemaError(f"{field} has {values.dtype} values, the column is {dtype}")
@@ -118,7 +132,7 @@ def make_batch(table: str, schema: pa.Schema, columns: Mapping[str, Any]) -> pa.
             elif _is_scalar(value):
                 array = pa.repeat(pa.scalar(value, type=field.type), rows)
             elif pa.types.is_list(field.type) and not pa.types.is_string(field.type.value_type):
-                array = list_column(value, field.type, field=where)
+                array = list_column(list(value or ()), field.type, field=where)
             else:
                 array = pa.array(value, type=field.type, from_pandas=False)
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:

@@ -230,6 +230,7 @@ REPORT_TABLES: dict[str, pa.Schema] = {
             pa.field("disagree", pa.int64()),
             pa.field("tokens_any", pa.int64()),
             pa.field("routed_tokens", pa.int64()),
+            pa.field("paired_by", pa.string()),  # key | digest
         ]
     ),
     # Dense per-token answer of one pair, positions 0..n-1.
@@ -255,6 +256,7 @@ REPORT_TABLES: dict[str, pa.Schema] = {
             pa.field("weight_l1", pa.float64()),  # mean over decisions with the same set
             pa.field("flip_margin_mean", pa.float64()),
             pa.field("flip_margin_max", pa.float64()),
+            pa.field("agree_margin_mean", pa.float64()),  # of decisions that agree, for contrast
         ]
     ),
     "activations": pa.schema(

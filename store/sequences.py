@@ -131,9 +131,7 @@ class Sequence:
     def semantics(self) -> list[tuple[int, int, dict[str, Any]]]:
         """(start, n, semantics) of every span that has logprobs."""
         return [
-            (f["start"], f["n"], f["semantics"])
-            for f in self._tokens
-            if f["semantics"] is not None
+            (f["start"], f["n"], f["semantics"]) for f in self._tokens if f["semantics"] is not None
         ]
 
     def _joined(self, column: str, dtype: Any) -> Masked:
@@ -193,7 +191,11 @@ class Sequence:
                 continue
             if kind == "prefill" and start + n < self.prompt_len:
                 continue  # an unfinished chunk gives no logprob
-            span = slice(start + 1, start + n + 1) if kind == "score" else slice(start + n, start + n + 1)
+            span = (
+                slice(start + 1, start + n + 1)
+                if kind == "score"
+                else slice(start + n, start + n + 1)
+            )
             fresh = ~out.valid[span]
             out.values[span][fresh] = value
             out.valid[span] = True
@@ -204,9 +206,7 @@ class Tape(Folder):
     """A recording. Iterate it, or ask for one sequence by its id; tables are there as Arrow."""
 
     def __init__(self, path: Path, *, skip_damaged: bool = False) -> None:
-        super().__init__(
-            path, header=TAPE_HEADER, schemas=TAPE_TABLES, skip_damaged=skip_damaged
-        )
+        super().__init__(path, header=TAPE_HEADER, schemas=TAPE_TABLES, skip_damaged=skip_damaged)
         self.seal = read_seal(path)
         if self.seal is not None and not skip_damaged:
             check_seal(path, self.seal)
@@ -354,7 +354,8 @@ def _array(values: pa.Array) -> np.ndarray | Masked:
     valid = values.is_valid().to_numpy(zero_copy_only=False)
     if values.null_count:
         return Masked(values.fill_null(0).to_numpy(zero_copy_only=False), valid)
-    return values.to_numpy(zero_copy_only=False)
+    array: np.ndarray = values.to_numpy(zero_copy_only=False)
+    return array
 
 
 def _place(out: Masked, start: int, cell: np.ndarray | Masked, *, where: str) -> None:
@@ -383,7 +384,9 @@ def _join_routes(rows: list[dict[str, Any]], length: int, name: str) -> Routes:
             raise SchemaError(f"{where}: layers, k or num_experts differ from the first fragment")
         codec = codecs.ROUTE_CODECS.get(row["encoding"])
         if codec is None:
-            raise SchemaError(f"{where}: unknown encoding {row['encoding']!r}", hint="upgrade rolltape")
+            raise SchemaError(
+                f"{where}: unknown encoding {row['encoding']!r}", hint="upgrade rolltape"
+            )
         start, n = row["start"], row["n"]
         if start < 0 or start + n > length:
             raise SchemaError(f"{where}: {n} rows in a sequence of {length} tokens")

@@ -22,6 +22,7 @@ import xxhash
 from rolltape.store.errors import DamagedShardError
 from rolltape.store.schema import FORMAT_MAJOR, FORMAT_MINOR
 
+_PIECE = 1 << 16
 MAGIC = b"ARROW1\0\0"
 CHECKSUM = b"xxh3"
 LIVE = ".arrow.live"
@@ -97,9 +98,9 @@ class ShardWriter:
         self.schema = schema.with_metadata(
             {b"rolltape.table": folder.name.encode(), b"rolltape.format": format_version().encode()}
         )
-        self._writer = pa.ipc.new_file(
-            pa.PythonFile(self._sink, mode="w"), self.schema, options=_OPTIONS
-        )
+        # Arrow writes many small pieces; each crossing into Python costs more than copying it
+        self._stream = pa.BufferedOutputStream(pa.PythonFile(self._sink, mode="w"), _PIECE)
+        self._writer = pa.ipc.new_file(self._stream, self.schema, options=_OPTIONS)
         self.rows = 0
 
     @property
@@ -111,6 +112,7 @@ class ShardWriter:
         """Append one batch and hand it to the operating system."""
         batch = canonical(batch.cast(self.schema) if batch.schema != self.schema else batch)
         self._writer.write_batch(batch, custom_metadata={CHECKSUM: checksum(batch).encode()})
+        self._stream.flush()
         self._file.flush()
         if self._fsync:
             os.fsync(self._file.fileno())
@@ -119,7 +121,7 @@ class ShardWriter:
     def close(self) -> Path:
         """Finish the shard; returns its final path."""
         self._writer.close()
-        self._file.flush()
+        self._stream.close()
         if self._fsync:
             os.fsync(self._file.fileno())
         final = self.path.with_name(f"{self._stem}-{self._sink.digest.hexdigest()}.arrow")

@@ -208,7 +208,9 @@ def recover(root: Path) -> list[dict[str, Any]]:
     return found
 
 
-def seal(root: str | os.PathLike[str], *, status: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def seal(
+    root: str | os.PathLike[str], *, status: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Close a tape: recover what dead writers left, then list every shard in `seal.json`.
 
     Args:

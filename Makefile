@@ -1,0 +1,58 @@
+PY ?= .venv/bin/python
+TORCH ?= torch==2.13.0
+BIN = $(dir $(PY))
+# With another PY (a path) the caller vouches for that environment and no .venv is made.
+READY = $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-unit test-browser lint types docs bench clean chromium
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: .venv/.ready  ## make .venv with everything the targets below need
+
+.venv/.ready: pyproject.toml
+	python3 -m venv .venv
+	.venv/bin/python -m pip install --quiet $(TORCH)
+	.venv/bin/python -m pip install --quiet -e '.[viewer,replay,dev]'
+	touch $@
+
+demo: $(READY)  ## record a rollout, replay it and explain where the two differ
+	PY=$(PY) bash examples/demo.sh
+
+test: $(READY) chromium  ## run all tests: unit, engine, browser
+	$(PY) -m pytest
+
+test-unit: $(READY)  ## run the tests that need neither an engine nor a browser nor a GPU
+	$(PY) -m pytest -m "not engine and not browser and not gpu"
+
+test-browser: $(READY) chromium  ## run the tests of the viewer in chromium
+	$(PY) -m pytest -m browser
+
+lint: $(READY)  ## check style, format, import direction, spelling
+	$(BIN)ruff check .
+	$(BIN)ruff format --check .
+	$(BIN)lint-imports --no-logo
+	$(BIN)codespell
+
+types: $(READY)  ## check types
+	$(BIN)mypy
+
+docs: $(READY)  ## write the command-line reference anew
+	$(PY) docs/make_cli.py
+
+bench: $(READY)  ## run every benchmark
+	set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(PY) $$script; done
+
+clean:  ## remove builds and caches; recordings and .venv stay
+	rm -rf build dist *.egg-info htmlcov .coverage .coverage.* tests/artifacts
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# Installed if it is absent and can be; without it the browser tests skip and say so.
+chromium:
+	@command -v chromium >/dev/null \
+	|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	     && apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y chromium; } \
+	|| echo "no chromium, and none could be installed: the browser tests will skip" >&2

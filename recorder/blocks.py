@@ -1,0 +1,242 @@
+"""What the hooks of one `generate()` call keep, and how a block of it is stacked.
+
+Words used here: a *step* is one sampling step i = 0, 1, ...; a *column* is an index into the padded
+batch; row b's position is column - pad_left[b]. The forwards of step i end at column S + i - 1,
+where S is the padded prompt width, and token i of a row stands at column S + i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rolltape.recorder.sampling import Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Forward:
+    """One forward of the model: `columns` tokens for every row of the batch.
+
+    `routes` maps the index of a MoE block to (ids, weights), each [rows * columns, k]; `layers`
+    maps a site to hidden states [kept rows, columns, width].
+    """
+
+    step: int
+    t_ns: int
+    columns: int
+    experts: str | None
+    routes: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    layers: dict[str, torch.Tensor]
+
+
+@dataclass
+class StepData:
+    """One sampling step; tensors [rows], `support` a bitmap [rows, ceil(V / 8)]."""
+
+    forwards: list[Forward]
+    token: torch.Tensor
+    raw: torch.Tensor | None
+    scaled: torch.Tensor | None
+    processed: torch.Tensor | None
+    support: torch.Tensor | None
+    alive: torch.Tensor  # before this step's token
+    done: torch.Tensor  # the stopping criteria's answer after it
+
+
+@dataclass(frozen=True)
+class RoutePiece:
+    """Routes of consecutive forwards of one width.
+
+    Args:
+        ids: [forwards, layers, rows * columns, k].
+        weights: same shape.
+        indexes: which MoE blocks they are of.
+        column: first column of the first forward.
+        columns: columns of each forward.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    indexes: tuple[int, ...]
+    column: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class LayerPiece:
+    """Output of one site in one forward: `hidden` is [kept rows, columns, width]."""
+
+    site: str
+    hidden: torch.Tensor
+    column: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive steps of one call, stacked; on the host, or on their way there.
+
+    Args:
+        first: number of the first step.
+        small: token, raw, scaled, processed, support, alive, done, each [steps, rows, ...];
+            absent ones were not kept.
+        forwards: per step (step number, time, columns, experts implementation) of its forwards.
+        routes: in column order.
+        layers: in column order.
+        vocab: width of the logits.
+        finish: why rows that have not ended do end with this block; None: they ran to the end.
+        closing: whether this is the last block of the call.
+        ready: something with `synchronize()` to wait for before reading, or None.
+    """
+
+    first: int
+    small: dict[str, torch.Tensor]
+    forwards: list[list[tuple[int, int, int, str | None]]]
+    routes: list[RoutePiece]
+    layers: list[LayerPiece]
+    vocab: int
+    finish: str | None
+    closing: bool
+    ready: Any
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return len(self.forwards)
+
+
+_SMALL = ("token", "raw", "scaled", "processed", "support", "alive", "done")
+
+
+def stack_block(
+    call: Call, first: int, steps: list[StepData], *, vocab: int, finish: str | None, closing: bool
+) -> Block:
+    """Stack what the hooks kept: thousands of small tensors become a handful.
+
+    On the device this is one kernel and one copy each; on the host it saves the writer thread
+    from touching them one by one under the interpreter lock.
+    """
+    import torch
+
+    small = {
+        name: torch.stack([getattr(step, name) for step in steps])
+        for name in _SMALL
+        if steps and getattr(steps[0], name) is not None
+    }
+    column = call.width + first - sum(f.columns for f in steps[0].forwards) if steps else 0
+    runs: list[tuple[int, list[Forward]]] = []
+    layers: list[LayerPiece] = []
+    for i, step in enumerate(steps):
+        for forward in step.forwards:
+            for site, hidden in forward.layers.items():
+                layers.append(LayerPiece(site, hidden, column, i))
+            if (
+                runs
+                and runs[-1][1][-1].columns == forward.columns == 1
+                and (runs[-1][1][-1].routes.keys() == forward.routes.keys())
+            ):
+                runs[-1][1].append(forward)
+            else:
+                runs.append((column, [forward]))
+            column += forward.columns
+        # without a cache the next forward starts over
+        column = (
+            call.width
+            + first
+            + i
+            + 1
+            - sum(f.columns for f in (steps[i + 1].forwards if i + 1 < len(steps) else ()))
+        )
+    routes = [_route_piece(begin, run) for begin, run in runs if run[0].routes]
+    forwards = [[(f.step, f.t_ns, f.columns, f.experts) for f in s.forwards] for s in steps]
+    return Block(first, small, forwards, routes, layers, vocab, finish, closing, None)
+
+
+def _route_piece(column: int, run: list[Forward]) -> RoutePiece:
+    import torch
+
+    pairs = [pair for forward in run for _, pair in sorted(forward.routes.items())]
+    ids, weights = (torch.stack([pair[half] for pair in pairs]) for half in (0, 1))
+    return RoutePiece(
+        ids=ids.unflatten(0, (len(run), -1)),
+        weights=weights.unflatten(0, (len(run), -1)),
+        indexes=tuple(sorted(run[0].routes)),
+        column=column,
+        columns=run[0].columns,
+    )
+
+
+@dataclass
+class Call:
+    """One `generate()` call. The fields after `threads` are kept up by the writer thread.
+
+    Args:
+        prompts: token ids [rows, S], left padded.
+        pad_left: padding columns of each row.
+        samples: rows per prompt.
+        layers: model layer number of each MoE block; empty when routes are not recorded.
+        kept_rows: rows whose layer outputs are kept.
+        cached: columns that the KV cache held already.
+        route_gap: reason given where a MoE block showed no route.
+    """
+
+    engine: str
+    number: int
+    prompts: np.ndarray
+    pad_left: np.ndarray
+    samples: int
+    sampling: Sampling
+    layers: tuple[int, ...]
+    k: int
+    num_experts: int
+    weight_version: int
+    kept_rows: int
+    cached: int
+    route_gap: str
+    cache: str | None
+    attention: str | None
+    sdpa: str
+    threads: int
+    seen_columns: int = -1
+    next_step: int = 0
+    generated: list[np.ndarray] = field(default_factory=list)
+    closed: set[int] = field(default_factory=set)
+
+    @property
+    def rows(self) -> int:
+        """Batch rows."""
+        return len(self.prompts)
+
+    @property
+    def width(self) -> int:
+        """Padded prompt width S."""
+        return int(self.prompts.shape[1])
+
+    def prompt_len(self, row: int) -> int:
+        """Prompt tokens of a row."""
+        return self.width - int(self.pad_left[row])
+
+    def request(self, row: int) -> str:
+        """Request id: call and prompt number."""
+        return f"{self.number}-{row // self.samples}"
+
+    def key(self, row: int) -> dict[str, Any]:
+        """Key columns of a row."""
+        return {
+            "engine": self.engine,
+            "request": self.request(row),
+            "sample": row % self.samples,
+            "pass": 0,
+        }
+
+    def keys(self, rows: list[int]) -> dict[str, list[Any]]:
+        """Key columns of several rows."""
+        keys = [self.key(row) for row in rows]
+        return {
+            name: [key[name] for key in keys] for name in ("engine", "request", "sample", "pass")
+        }

@@ -1,0 +1,372 @@
+"""Runs a command as a child, changes nothing of it, and seals the tape whatever happened to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Generic, TypeVar
+
+from rolltape.recorder.injection import interpreter_of, prepended, pth_file
+from rolltape.recorder.options import Options
+from rolltape.recorder.provenance import mask_argv, provenance
+from rolltape.recorder.summary import Summary, notes_to_events, summarize
+from rolltape.store import create_tape, seal
+from rolltape.store.tape import read_seal
+
+#: Exit statuses of shells for a command that could not be started.
+NOT_FOUND, NOT_EXECUTABLE = 127, 126
+#: Exit status of `--strict` when the command went well and the recording did not.
+STRICT_FAULT = 70
+
+SEAL_SECONDS = 10.0
+
+_RELAYED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+#: A terminal sends these to the whole foreground group: the command has them already.
+_FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A command to be recorded.
+
+    Args:
+        command: program and arguments, as they will be executed.
+        tape: where to record, absolute.
+        options: what to record.
+        inject: `sitecustomize` or `pth`.
+        env: environment of the launcher.
+    """
+
+    command: tuple[str, ...]
+    tape: Path
+    options: Options
+    inject: str = "sitecustomize"
+    env: Mapping[str, str] = field(default_factory=lambda: inherited_environment())
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables that are set for the command, on top of `env`."""
+        variables = self.options.environment(self.tape)
+        if self.inject == "sitecustomize":
+            variables["PYTHONPATH"] = prepended(self.env.get("PYTHONPATH"))
+        return variables
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How the command ended.
+
+    Args:
+        exit: its exit status, or the one a shell gives if it could not be started.
+        signal: number of the signal that killed it; `exit` is None then.
+        wall_s: seconds it ran.
+        error: why it could not be started.
+    """
+
+    exit: int | None
+    signal: int | None = None
+    wall_s: float = 0.0
+    error: str | None = None
+
+    @property
+    def status(self) -> int:
+        """The exit status that a shell reports."""
+        return 128 + self.signal if self.signal is not None else int(self.exit or 0)
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        if self.error is not None:
+            return self.error
+        if self.signal is not None:
+            return f"the command was killed by {signal_name(self.signal)}"
+        return f"the command exited with {self.exit}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What `run` leaves: how the command ended, and what is on the tape.
+
+    Args:
+        ended: how the command ended.
+        summary: what the tape holds; None when it could not be read (see `problems`).
+        sealed: whether the tape is sealed.
+        problems: what went wrong with sealing or reading, one line each.
+        hung: sealing or reading did not end in time and a thread is still at it.
+    """
+
+    ended: Ended
+    summary: Summary | None
+    sealed: bool
+    problems: tuple[str, ...] = ()
+    hung: bool = False
+
+
+def inherited_environment() -> dict[str, str]:
+    """Our environment as we were given it.
+
+    In the C locale Python sets LC_CTYPE for itself (PEP 538); the command should not see that.
+    """
+    env = dict(os.environ)
+    try:
+        given = Path("/proc/self/environ").read_bytes()
+    except OSError:  # not Linux: one harmless variable more
+        return env
+    if not any(entry.startswith(b"LC_CTYPE=") for entry in given.split(b"\0")):
+        env.pop("LC_CTYPE", None)
+    return env
+
+
+def with_python(command: Sequence[str]) -> tuple[str, ...]:
+    """`script.py ...` and `-m module ...` get our interpreter in front; others stay."""
+    if command and (command[0].endswith(".py") or command[0].startswith("-m")):
+        return (sys.executable, *command)
+    return tuple(command)
+
+
+def start_tape(job: Job, *, append: bool) -> None:
+    """Make the tape of a job, unless another part is appended to one, and its `procs` folder."""
+    if not append:
+        facts = provenance(job.command, env={**job.env, **job.variables})
+        create_tape(job.tape, role="rollout", provenance=facts)
+    (job.tape / "procs").mkdir(exist_ok=True)
+
+
+# -- the run ------------------------------------------------------------------------------
+
+
+def refusal(command: Sequence[str], env: Mapping[str, str]) -> Ended | None:
+    """Why a command cannot be started, in the exit statuses of a shell; None if it can."""
+    program = command[0]
+    if shutil.which(program, path=env.get("PATH")) is not None:
+        return None
+    folders = os.get_exec_path(dict(env)) if os.sep not in program else [""]
+    if any(os.path.lexists(os.path.join(folder, program)) for folder in folders):
+        return Ended(exit=NOT_EXECUTABLE, error=f"{program}: not executable")
+    return Ended(exit=NOT_FOUND, error=f"{program}: command not found")
+
+
+def run(job: Job, *, append: bool = False) -> Recorded:
+    """Run a job to its end and seal its tape.
+
+    Call it from the main thread: signals are relayed to the command meanwhile.
+
+    Raises:
+        InjectionError: with `--inject pth`; nothing has been started then.
+        TapeExistsError: there is something at `job.tape`, and `append` is not set.
+    """
+    before = summarize(job.tape) if append else None
+    started_ns = time.time_ns()
+    with contextlib.ExitStack() as stack:
+        # signals are ours before anything exists that would have to be undone
+        relay = stack.enter_context(Relay())
+        if job.inject == "pth":
+            stack.enter_context(pth_file(interpreter_of(job.command, job.env)))
+        start_tape(job, append=append)
+        try:
+            ended = relay.run(job.command, {**job.env, **job.variables})
+        except OSError as error:
+            ended = _not_started(job.command[0], error)
+        return _close(job, ended, started_ns=started_ns, before=before)
+
+
+def _not_started(program: str, error: OSError) -> Ended:
+    words = f"{program}: {error.strerror}"
+    if isinstance(error, FileNotFoundError) and os.path.exists(program):
+        return Ended(exit=NOT_EXECUTABLE, error=f"{program}: the interpreter of its #! is missing")
+    if isinstance(error, FileNotFoundError):
+        return Ended(exit=NOT_FOUND, error=words)
+    return Ended(exit=NOT_EXECUTABLE, error=words)
+
+
+class Relay:
+    """Runs one child and passes signals on to it; our own default actions are off meanwhile."""
+
+    def __init__(self) -> None:
+        self._pid: int | None = None
+        self._early: list[int] = []
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Relay:
+        for number in (*_RELAYED, *_FROM_TERMINAL):
+            # what is ignored (nohup, a background job of sh) stays ignored, also in the child
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                handler = self._relay if number in _RELAYED else self._leave_to_child
+                self._old[number] = signal.signal(number, handler)
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            # else the kernel throws the exit status away
+            self._old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, old in self._old.items():
+            signal.signal(number, old)
+
+    def run(self, command: Sequence[str], env: Mapping[str, str]) -> Ended:
+        """Start the command with our stdin, stdout, stderr and open files, and wait for it.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        begin = time.monotonic()
+        # Handlers are not inherited over exec, so the child starts with default actions. Naming
+        # the files keeps Popen from posix_spawn, which leaves signals 32 and 33 ignored.
+        child = subprocess.Popen(list(command), env=dict(env), pass_fds=_inheritable_files())
+        self._pid = child.pid
+        for number in self._early:
+            os.kill(child.pid, number)
+        # not reaped yet: until `wait` the pid cannot be anybody else's, and relaying is safe
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        self._pid = None
+        code = child.wait()
+        wall = time.monotonic() - begin
+        if code < 0:
+            return Ended(exit=None, signal=-code, wall_s=wall)
+        return Ended(exit=code, wall_s=wall)
+
+    def _relay(self, number: int, frame: FrameType | None) -> None:
+        if self._pid is not None:
+            os.kill(self._pid, number)
+        else:
+            self._early.append(number)
+
+    def _leave_to_child(self, number: int, frame: FrameType | None) -> None:
+        """A handler rather than SIG_IGN, which the child would inherit."""
+
+
+def _inheritable_files() -> list[int]:
+    files = []
+    for name in os.listdir("/dev/fd"):
+        # the listing itself used a descriptor that is closed by now
+        with contextlib.suppress(OSError):
+            if os.get_inheritable(int(name)):
+                files.append(int(name))
+    return files
+
+
+# -- the end ------------------------------------------------------------------------------
+
+
+class _Bounded(Generic[T]):
+    """Work in a thread that is given up after some seconds."""
+
+    def __init__(self, work: Callable[[], T], seconds: float) -> None:
+        self.value: T | None = None
+        self.error: Exception | None = None
+        thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        thread.start()
+        thread.join(seconds)
+        self.hung = thread.is_alive()
+
+    def _run(self, work: Callable[[], T]) -> None:
+        try:
+            self.value = work()
+        except Exception as error:
+            self.error = error
+
+
+def _close(job: Job, ended: Ended, *, started_ns: int, before: Summary | None) -> Recorded:
+    problems: list[str] = []
+    sealing = _Bounded(lambda: _seal(job, ended, started_ns=started_ns), SEAL_SECONDS)
+    if sealing.hung:
+        problems.append(
+            f"sealing did not end within {SEAL_SECONDS:.0f} s; what is written stays readable"
+        )
+    elif sealing.error is not None:
+        problems.append(f"could not seal: {type(sealing.error).__name__}: {sealing.error}")
+    summary = None
+    hung = sealing.hung
+    if not hung:
+        reading = _Bounded(lambda: summarize(job.tape, before=before), SEAL_SECONDS)
+        summary, hung = reading.value, reading.hung
+        if hung:
+            problems.append("the summary took too long; see `rolltape info`")
+        elif reading.error is not None:
+            problems.append(f"cannot read it back: {type(reading.error).__name__}: {reading.error}")
+    return Recorded(
+        ended=ended,
+        summary=summary,
+        sealed=not sealing.hung and sealing.error is None,
+        problems=tuple(problems),
+        hung=hung,
+    )
+
+
+def _seal(job: Job, ended: Ended, *, started_ns: int) -> dict[str, Any]:
+    notes_to_events(job.tape)
+    status: dict[str, Any] = {
+        "argv": mask_argv(job.command),
+        "host": platform.node(),
+        "started": _utc("%Y-%m-%dT%H:%M:%SZ", started_ns / 1e9),
+        "exit": ended.exit,
+        "signal": None if ended.signal is None else signal_name(ended.signal),
+        "wall_s": round(ended.wall_s, 3),
+        "error": ended.error,
+    }
+    former = read_seal(job.tape)
+    if former is not None:  # another part of the same tape, see --append
+        last = dict(former.get("status", {}))
+        status["earlier"] = [*last.pop("earlier", []), last]
+    return seal(job.tape, status=status)
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM`; a real-time signal has only its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def end_like(ended: Ended, *, status: int, hung: bool = False) -> int:
+    """Die of the signal that killed the command, else return `status`.
+
+    Args:
+        ended: how the command ended.
+        status: exit status to leave with.
+        hung: a thread of ours is stuck; leave without waiting for what it holds.
+    """
+    for stream in _open_streams():
+        stream.flush()
+    if ended.signal not in (None, signal.SIGKILL, signal.SIGSTOP):
+        _die_of(ended.signal)
+    if hung:
+        os._exit(status)
+    return status
+
+
+def _die_of(number: int) -> None:
+    # the command may have left a core file; one of ours beside it would only mislead
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)  # as process 1 of a container this does nothing, and we go on
+
+
+def _open_streams() -> Iterator[Any]:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            yield stream
+
+
+def _utc(form: str, seconds: float) -> str:
+    return time.strftime(form, time.gmtime(seconds))

@@ -1,0 +1,475 @@
+"""What `generate()` really did stands in the tape, bit for bit, and the job never notices."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rolltape
+from rolltape.recorder import session
+from rolltape.recorder import transformers as adapter
+from rolltape.recorder.moe import find_moe_blocks
+from rolltape.store import Sequence, Tape, token_digest
+from rolltape.store.schema import SUPPORT_EXPLICIT, SUPPORT_FULL
+from tests.integration.conftest import FAMILIES, make_model
+
+pytestmark = pytest.mark.engine
+
+SAMPLE = {"do_sample": True, "pad_token_id": 1, "max_new_tokens": 12}
+
+
+class Oracle:
+    """Runs `generate()` unrecorded and keeps, by other means, what it computed."""
+
+    def __init__(self, model: Any, inputs: Any, **options: Any) -> None:
+        self.blocks = find_moe_blocks(model)
+        self.calls: list[list[tuple[Any, Any]]] = [[] for _ in self.blocks]
+        handles = [
+            block.experts.register_forward_pre_hook(
+                lambda module, args, i=i: self.calls[i].append((args[1].clone(), args[2].clone()))
+            )
+            for i, block in enumerate(self.blocks)
+        ]
+        torch.manual_seed(5)
+        self.out = model.generate(
+            **inputs,
+            **options,
+            return_dict_in_generate=True,
+            output_scores=True,
+            output_logits=True,
+        )
+        for handle in handles:
+            handle.remove()
+        self.width = inputs["input_ids"].shape[1]
+        self.mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+        self.samples = options.get("num_return_sequences", 1)
+
+    def pad(self, row: int) -> int:
+        return int((self.mask[row // self.samples] == 0).sum())
+
+    def logprob(self, kind: str, row: int, step: int) -> np.float32:
+        source = {"raw": self.out.logits, "processed": self.out.scores}[kind][step][row]
+        token = self.out.sequences[row, self.width + step]
+        return np.float32(source.log_softmax(-1)[token].item())
+
+    def kept(self, row: int, step: int) -> np.ndarray:
+        return np.flatnonzero(np.isfinite(self.out.scores[step][row].numpy()))
+
+    def route(self, row: int, column: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Choice at a column of the padded batch, for a run with a cache and no chunks."""
+        rows = self.out.sequences.shape[0]
+        call = 0 if column < self.width else column - self.width + 1
+        columns = self.width if call == 0 else 1
+        ids, weights = self.calls[block][call]
+        ids = ids.reshape(rows, columns, -1)[row, column if call == 0 else 0]
+        weights = weights.reshape(rows, columns, -1)[row, column if call == 0 else 0]
+        return ids.numpy(), weights.float().numpy()
+
+
+def recorded(model: Any, inputs: Any, tape: Path, **options: Any) -> tuple[Any, Tape]:
+    with rolltape.record(tape):
+        torch.manual_seed(5)
+        ids = model.generate(**inputs, **options)
+    return ids, rolltape.open(tape)
+
+
+def by_row(tape: Tape, samples: int = 1) -> list[Sequence]:
+    def order(sequence: Sequence) -> int:
+        call, prompt = sequence.key.request.split("-")
+        assert call == "0"
+        return int(prompt) * samples + sequence.key.sample
+
+    return sorted(tape, key=order)
+
+
+def check_against(oracle: Oracle, tape: Tape) -> None:
+    sequences = by_row(tape, oracle.samples)
+    assert len(sequences) == len(oracle.out.sequences)
+    for row, sequence in enumerate(sequences):
+        pad, prompt = oracle.pad(row), sequence.prompt_len
+        assert prompt == oracle.width - pad
+        expected = oracle.out.sequences[row, pad : pad + sequence.length].numpy()
+        assert sequence.tokens.valid.all()
+        np.testing.assert_array_equal(sequence.tokens.values, expected)
+        assert sequence.info["digest"] == token_digest(prompt, expected)
+        mask = sequence.loss_mask
+        assert mask.valid.all() and not mask.values[:prompt].any() and mask.values[prompt:].all()
+        for kind in ("raw", "processed"):
+            logprob = sequence.logprob(kind)
+            assert not logprob.valid[:prompt].any() and logprob.valid[prompt:].all()
+            if kind == "processed" and tape.rows("tokens")[-1]["semantics"]["truncation"] == [
+                "greedy"
+            ]:
+                assert (logprob.values[prompt:] == 0).all()
+                continue
+            want = [oracle.logprob(kind, row, i) for i in range(sequence.length - prompt)]
+            np.testing.assert_array_equal(logprob.values[prompt:], np.array(want))
+        check_routes(oracle, sequence, row)
+
+
+def check_routes(oracle: Oracle, sequence: Sequence, row: int) -> None:
+    routes = sequence.routes()
+    if not oracle.blocks:
+        assert routes is None
+        return
+    assert routes is not None and routes.weights is not None
+    assert routes.layers == tuple(block.layer for block in oracle.blocks)
+    assert routes.valid[:-1].all() and not routes.valid[-1].any()
+    assert (sequence.length - 1, 1, None, "last") in routes.missing
+    for position in range(sequence.length - 1):
+        for index in range(len(oracle.blocks)):
+            ids, weights = oracle.route(row, position + oracle.pad(row), index)
+            np.testing.assert_array_equal(routes.ids[position, index], ids)
+            np.testing.assert_array_equal(routes.weights[position, index], weights)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False, "top_k": None},
+        {"top_k": 0},
+        {"top_k": 20, "top_p": 0.9},
+        {"top_k": 0, "min_p": 0.05, "temperature": 0.7},
+        {"top_k": 50, "num_return_sequences": 3},
+        {"top_k": 0, "temperature": 1.3, "repetition_penalty": 1.2},
+    ],
+    ids=["greedy", "full", "top-k-top-p", "min-p", "samples", "penalty"],
+)
+def test_recording_equals_what_generate_computed(
+    tiny_moe: Any, prompts: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    options = {**SAMPLE, **options}
+    oracle = Oracle(tiny_moe, prompts, **options)
+    ids, tape = recorded(tiny_moe, prompts, tmp_path / "a", **options)
+    assert torch.equal(ids, oracle.out.sequences), "recording changed the sampled tokens"
+    check_against(oracle, tape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_moe_family(family: str, dtype: Any, tmp_path: Path) -> None:
+    model = make_model(family, dtype)
+    ids = torch.randint(2, 320, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    options = {"do_sample": True, "max_new_tokens": 5, "top_k": 30}
+    oracle = Oracle(model, inputs, **options)
+    _, tape = recorded(model, inputs, tmp_path / "a", **options)
+    check_against(oracle, tape)
+
+
+def test_dense_model_has_no_routes_and_says_that_it_is_dense(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", mlp_only_layers=[0, 1, 2])
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
+    oracle = Oracle(model, inputs, do_sample=False, max_new_tokens=4)
+    _, tape = recorded(model, inputs, tmp_path / "a", do_sample=False, max_new_tokens=4)
+    check_against(oracle, tape)
+    (engine,) = tape.engines.values()
+    assert engine["moe_layers"] == []
+
+
+def test_mixed_dense_and_moe_layers_keep_their_numbers(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", mlp_only_layers=[1])
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
+    _, tape = recorded(model, inputs, tmp_path / "a", do_sample=False, max_new_tokens=4)
+    routes = next(iter(tape)).routes()
+    assert routes is not None and routes.layers == (0, 2)
+
+
+def test_more_than_256_experts_keep_their_ids(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", num_experts=300, num_local_experts=300)
+    with torch.no_grad():
+        for block in find_moe_blocks(model):
+            block.router.get_parameter("weight")[290:] *= 3  # so that high ids are chosen
+    inputs = {"input_ids": torch.arange(2, 40)[None]}
+    oracle = Oracle(model, inputs, do_sample=False, max_new_tokens=4)
+    _, tape = recorded(model, inputs, tmp_path / "a", do_sample=False, max_new_tokens=4)
+    check_against(oracle, tape)
+    routes = next(iter(tape)).routes()
+    assert routes is not None and routes.ids.dtype == np.uint16 and routes.ids.max() > 255
+
+
+def test_sequences_that_end_early_are_cut_there(
+    tiny_moe: Any, prompts: Any, tmp_path: Path
+) -> None:
+    def options(eos: int) -> dict[str, Any]:
+        return {**SAMPLE, "top_k": 0, "eos_token_id": eos, "max_new_tokens": 40}
+
+    free = Oracle(tiny_moe, prompts, **options(4095)).out.sequences[
+        :, prompts["input_ids"].shape[1] :
+    ]
+    tokens, counts = torch.unique(free, return_counts=True)
+    eos = int(tokens[counts.argmax()])  # something that is sampled, at different places
+    oracle = Oracle(tiny_moe, prompts, **options(eos))
+    ids, tape = recorded(tiny_moe, prompts, tmp_path / "a", **options(eos))
+    check_against(oracle, tape)
+    width = prompts["input_ids"].shape[1]
+    stops = [s for s in tape if s.finish == "stop"]
+    assert len({s.length - s.prompt_len for s in tape}) > 1, "the test needs different lengths"
+    assert stops and all(s.tokens.values[-1] == eos for s in stops)
+    for row, sequence in enumerate(by_row(tape)):
+        response = ids[row, width:].tolist()
+        end = response.index(eos) + 1 if eos in response else len(response)
+        assert sequence.length - sequence.prompt_len == end
+        assert sequence.finish == ("stop" if eos in response else "length")
+    kinds = tape.table("forwards").column("kind").to_pylist()
+    assert "dummy" in kinds, "rows that ended still ride along in the batch"
+
+
+def test_schedule_says_which_rows_ran_in_which_step(
+    tiny_moe: Any, prompts: Any, tmp_path: Path
+) -> None:
+    _, tape = recorded(tiny_moe, prompts, tmp_path / "a", **SAMPLE, top_k=0)
+    steps = tape.table("steps").to_pylist()
+    assert [s["kind"] for s in steps] == ["prefill"] + ["decode"] * 11
+    assert {s["rows"] for s in steps} == {6}
+    real = int(prompts["attention_mask"].sum())
+    assert steps[0]["tokens"] == real
+    assert steps[0]["padded_tokens"] == prompts["input_ids"].numel() - real
+    for sequence in tape:
+        prompt = sequence.prompt_len
+        assert not sequence.step.valid[:prompt].any()
+        np.testing.assert_array_equal(sequence.step.values[prompt:], np.arange(12))
+        assert (sequence.weight_version.values[prompt:] == 0).all()
+
+
+@pytest.mark.parametrize("changes", [{"use_cache": False}, {"prefill_chunk_size": 5}])
+def test_no_cache_and_chunked_prefill_give_the_same_rows(
+    tiny_moe: Any, prompts: Any, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    options = {**SAMPLE, "do_sample": False, "max_new_tokens": 6, **changes}
+    _, tape = recorded(tiny_moe, prompts, tmp_path / "a", **options)
+    for sequence in tape:
+        routes = sequence.routes()
+        assert routes is not None
+        assert routes.valid[:-1].all() and not routes.valid[-1].any()
+        np.testing.assert_array_equal(
+            sequence.step.valid, np.arange(sequence.length) >= sequence.prompt_len
+        )
+    kinds = set(tape.table("forwards").column("kind").to_pylist())
+    assert ("recompute" in kinds) == ("use_cache" in changes)
+
+
+def test_support_is_the_finite_scores(tiny_moe: Any, prompts: Any, tmp_path: Path) -> None:
+    options = {**SAMPLE, "top_k": 30, "top_p": 0.9}
+    oracle = Oracle(tiny_moe, prompts, **options)
+    _, tape = recorded(tiny_moe, prompts, tmp_path / "a", **options)
+    for row, sequence in enumerate(by_row(tape)):
+        supports = sequence.supports()
+        assert supports is not None and not supports.derived
+        for position in range(sequence.prompt_len, sequence.length):
+            np.testing.assert_array_equal(
+                supports.at(position), oracle.kept(row, position - sequence.prompt_len)
+            )
+
+
+@pytest.mark.parametrize(
+    ("options", "state"),
+    [({"top_k": 0}, SUPPORT_FULL), ({"do_sample": False}, SUPPORT_EXPLICIT)],
+    ids=["full", "greedy"],
+)
+def test_support_without_truncation(
+    tiny_moe: Any, prompts: Any, tmp_path: Path, options: dict[str, Any], state: int
+) -> None:
+    _, tape = recorded(tiny_moe, prompts, tmp_path / "a", **{**SAMPLE, **options})
+    for sequence in tape:
+        supports = sequence.supports()
+        assert supports is not None
+        assert (supports.state[sequence.prompt_len :] == state).all()
+        if state == SUPPORT_EXPLICIT:
+            token = sequence.tokens.values[-1]
+            np.testing.assert_array_equal(supports.at(sequence.length - 1), [token])
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.0}, {"temperature": 0.7, "repetition_penalty": 1.2}]
+)
+def test_processed_minus_scaled_is_minus_log_of_the_kept_mass(
+    prompts: Any, tmp_path: Path, tiny_moe: Any, options: dict[str, Any]
+) -> None:
+    model = (
+        type(tiny_moe).from_pretrained(tiny_moe.config._name_or_path, dtype=torch.float32).eval()
+    )
+    options = {**SAMPLE, "top_k": 20, "top_p": 0.9, **options}
+    width = prompts["input_ids"].shape[1]
+    scaled_scores: list[torch.Tensor] = []
+
+    class Keep:  # sees the scores before truncation, as temperature and penalties left them
+        def __call__(self, ids: Any, scores: Any) -> Any:
+            scaled_scores.append(scores.clone() / options["temperature"])
+            return scores
+
+    _, tape = recorded(model, prompts, tmp_path / "a", **options, logits_processor=[Keep()])
+    for row, sequence in enumerate(by_row(tape)):
+        supports = sequence.supports()
+        assert supports is not None
+        difference = sequence.logprob("processed").values - sequence.logprob("scaled").values
+        for position in range(sequence.prompt_len, sequence.length):
+            step = position - sequence.prompt_len
+            full = scaled_scores[step][row].double().log_softmax(-1)
+            kept = supports.at(position)
+            assert kept is not None
+            mass = full[torch.from_numpy(kept.astype(np.int64))].exp().sum()
+            assert abs(difference[position] + math.log(mass)) < 1e-5
+    assert width  # the prompts were there
+    (semantics,) = {str(f["semantics"]) for f in tape.rows("tokens") if f["semantics"]}
+    assert "top_k=20" in semantics and "top_p=0.9" in semantics
+
+
+def test_weights_that_change_between_calls_make_a_new_version(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe")
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
+    with rolltape.record(tmp_path / "a"):
+        model.generate(**inputs, do_sample=False, max_new_tokens=3)
+        model.generate(**inputs, do_sample=False, max_new_tokens=3)
+        with torch.no_grad():
+            model.model.layers[1].self_attn.q_proj.weight.data[0, 0] += 0.5
+        model.generate(**inputs, do_sample=False, max_new_tokens=3)
+    tape = rolltape.open(tmp_path / "a")
+    versions = [s.weight_version.values[-1] for s in sorted(tape, key=lambda s: s.key.request)]
+    assert versions == [0, 0, 1]
+    rows = tape.rows("weights")
+    assert [r["version"] for r in rows] == [0, 1] and rows[0]["digest"] != rows[1]["digest"]
+    assert [e["kind"] for e in tape.rows("events")] == ["update"]
+
+
+def test_layer_outputs_are_those_of_the_model(tiny_moe: Any, prompts: Any, tmp_path: Path) -> None:
+    with rolltape.record(tmp_path / "a", level="layers", layers=2):
+        tiny_moe.generate(**prompts, do_sample=False, max_new_tokens=4, pad_token_id=1)
+    tape = rolltape.open(tmp_path / "a")
+    kept = [s for s in by_row(tape) if s.activations()]
+    assert [s.key.request for s in kept] == ["0-0", "0-1"]
+    alone = torch.from_numpy(kept[1].tokens.values[None, : kept[1].prompt_len].astype(np.int64))
+    hidden = tiny_moe(alone, output_hidden_states=True).hidden_states
+    sites = kept[1].activations()
+    assert set(sites) == {f"layers.{i}.out" for i in range(6)}
+    start, dtype, data = sites["layers.2.out"][0]
+    assert (start, dtype, data.shape) == (0, "bfloat16", (kept[1].prompt_len, 128))
+    want = hidden[3][0].float().detach().numpy()
+    assert np.abs(data - want).max() <= 0.05 * np.abs(want).max()
+    assert sum(len(d) for _, _, d in sites["layers.2.out"]) == kept[1].length - 1
+
+
+# -- the job is never harmed ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "hook", ["_on_raw", "_on_processed", "_on_token", "_on_experts", "_on_forward", "_put"]
+)
+def test_a_hook_that_raises_leaves_the_job_alone_and_a_record_of_it(
+    tiny_moe: Any, prompts: Any, tmp_path: Path, monkeypatch: Any, hook: str, capfd: Any
+) -> None:
+    options = {**SAMPLE, "top_k": 20}
+    torch.manual_seed(5)
+    want = tiny_moe.generate(**prompts, **options)
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("injected fault")
+
+    monkeypatch.setattr(adapter._Recording, hook, broken)
+    got, tape = recorded(tiny_moe, prompts, tmp_path / "a", **options)
+    assert torch.equal(got, want)
+    errors = [e for e in tape.rows("events") if e["kind"] == "hook_error"]
+    assert errors and "injected fault" in errors[0]["detail"]
+    assert "injected fault" in capfd.readouterr().err
+
+
+def test_strict_lets_faults_reach_the_job(
+    tiny_moe: Any, prompts: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("injected fault")
+
+    monkeypatch.setattr(adapter._Recording, "_on_token", broken)
+    with (
+        pytest.raises(RuntimeError, match="injected fault"),
+        rolltape.record(tmp_path / "a", strict=True),
+    ):
+        tiny_moe.generate(**prompts, **SAMPLE)
+
+
+def test_a_full_queue_drops_whole_blocks_and_says_which(
+    tiny_moe: Any, prompts: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(adapter, "BLOCK_STEPS", 2)
+    real = session.Session.put
+    full = iter([False, False, False, True])  # engine, weights, prompts pass; first block does not
+
+    def put(self: Any, job: Any, *, nbytes: int, gap: Any) -> bool:
+        if "first_step" in gap["detail"] and next(full, False):
+            with self._lock:
+                self._gaps.append({"t_ns": 1, "kind": "gap", **gap})
+            return False
+        return real(self, job, nbytes=nbytes, gap=gap)
+
+    monkeypatch.setattr(session.Session, "put", put)
+    options = {**SAMPLE, "do_sample": False}
+    _, tape = recorded(tiny_moe, prompts, tmp_path / "a", **options)
+    (gap,) = [e for e in tape.rows("events") if e["kind"] == "gap"]
+    assert '"first_step": 4' in gap["detail"]
+    for sequence in tape:
+        step = np.arange(sequence.length) - sequence.prompt_len
+        lost = (step >= 4) & (step < 6)
+        np.testing.assert_array_equal(~sequence.tokens.valid, lost)
+        assert sequence.info["digest"] is None
+        assert sequence.finish == "length"
+
+
+def test_an_interrupted_call_keeps_what_ran(tiny_moe: Any, prompts: Any, tmp_path: Path) -> None:
+    class Interrupt:
+        calls = 0
+
+        def __call__(self, ids: Any, scores: Any) -> Any:
+            self.calls += 1
+            if self.calls == 5:
+                raise KeyboardInterrupt
+            return scores
+
+    with pytest.raises(KeyboardInterrupt), rolltape.record(tmp_path / "a"):
+        tiny_moe.generate(**prompts, **SAMPLE, top_k=0, logits_processor=[Interrupt()])
+    tape = rolltape.open(tmp_path / "a")
+    assert {s.finish for s in tape} == {"abort"}
+    assert {s.length - s.prompt_len for s in tape} == {4}
+    assert all(s.routes().valid[:-1].all() for s in tape)  # type: ignore[union-attr]
+
+
+def test_a_call_that_fails_before_the_first_token_is_an_empty_sequence(
+    tiny_moe: Any, prompts: Any, tmp_path: Path
+) -> None:
+    def fail(ids: Any, scores: Any) -> Any:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"), rolltape.record(tmp_path / "a"):
+        tiny_moe.generate(**prompts, **SAMPLE, logits_processor=[fail])
+    tape = rolltape.open(tmp_path / "a")
+    assert len(tape) == 6
+    for sequence in tape:
+        assert sequence.finish == "error" and sequence.length == sequence.prompt_len
+
+
+def test_what_is_not_recorded_leaves_a_gap_with_the_reason(
+    tiny_moe: Any, prompts: Any, tmp_path: Path
+) -> None:
+    with rolltape.record(tmp_path / "a"):
+        tiny_moe.generate(**prompts, do_sample=False, num_beams=2, max_new_tokens=3, pad_token_id=1)
+    tape = rolltape.open(tmp_path / "a")
+    (event,) = tape.rows("events")
+    assert event["kind"] == "gap" and "_beam_search" in event["detail"]
+
+
+def test_everything_is_undone(tiny_moe: Any, prompts: Any, tmp_path: Path) -> None:
+    from transformers.generation.utils import GenerationMixin
+
+    def hooks() -> list[Any]:
+        return [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in tiny_moe.modules()]
+
+    before, hooked = dict(GenerationMixin.__dict__), hooks()
+    recorded(tiny_moe, prompts, tmp_path / "a", **SAMPLE)
+    assert dict(GenerationMixin.__dict__) == before
+    assert hooks() == hooked
