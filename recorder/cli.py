@@ -287,7 +287,7 @@ def _faults(recorded: Recorded) -> list[str]:
     if not summary.added:
         found.append("nothing was recorded")
     if summary.faults:
-        found.append(f"the recording has {summary.faults} gaps or faults")
+        found.append(f"gaps and faults in the recording: {summary.faults}")
     return found
 
 

@@ -183,19 +183,28 @@ def _kept_sets(
         return np.ones(shape, np.int64), arrays.token.T[arrays.own], np.zeros(shape, bool)
     if arrays.support is None:
         return np.zeros(shape, np.int64), np.zeros(0, np.uint32), np.ones(shape, bool)
-    packed = np.ascontiguousarray(arrays.support.swapaxes(0, 1))  # [rows, steps, bytes]
-    packed[~arrays.own] = 0
-    width = packed.shape[-1]
-    flat = packed.reshape(-1)
-    where = np.flatnonzero(flat)  # few bytes are not zero: only those are unpacked
-    byte, bit = np.nonzero(np.unpackbits(flat[where, None], axis=1, bitorder="little"))
-    cell, column = np.divmod(where[byte], width)
-    sizes = np.bincount(cell, minlength=shape[0] * shape[1]).reshape(shape)
+    where = _nonzero_bytes(arrays.support)
+    bits = np.unpackbits(arrays.support.reshape(-1)[where, None], axis=1, bitorder="little")
+    byte, bit = np.nonzero(bits)
+    cell, column = np.divmod(where[byte], arrays.support.shape[-1])
+    step, row = np.divmod(cell, call.rows)
+    sizes = np.zeros(shape, np.int64)
+    np.add.at(sizes, (row, step), 1)
     full = sizes == block.vocab
-    ids = (column * 8 + bit).astype(np.uint32)
-    if full.any():
-        ids = ids[~full.reshape(-1)[cell]]
-    return sizes, ids, full
+    keep = (arrays.own & ~full)[row, step]
+    # by row, then step; within a cell the ids stay ascending
+    order = np.argsort((row * block.steps + step)[keep], kind="stable")
+    return sizes, (column * 8 + bit)[keep][order], full
+
+
+def _nonzero_bytes(packed: np.ndarray) -> np.ndarray:
+    """Flat indexes of the bytes that are not zero: few, found eight at a time."""
+    flat = packed.reshape(-1)
+    whole = flat.size // 8 * 8
+    words = np.flatnonzero(flat[:whole].view(np.uint64) != 0)
+    near = (words[:, None] * 8 + np.arange(8)).reshape(-1)
+    near = np.concatenate([near, np.arange(whole, flat.size)])
+    return near[flat[near] != 0]
 
 
 def _write_steps(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays) -> None:

@@ -78,12 +78,14 @@ _WORD = (
     r"|signature|sig)"
 )
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_SECRET_NAME = re.compile(rf"(?:^|.*[-_.+:\s]){_WORD}$", re.IGNORECASE)
-_NAMED = rf"(?:[^=&;:\"'\s]*[-_.])?{_WORD}"
+_SECRET_NAME = re.compile(rf"(?:^|.*[-_.+:\s]){_WORD}$", re.IGNORECASE | re.DOTALL)
+_NAMED = rf"(?:[^=&;:\"'\s]{{0,60}}[-_.])?{_WORD}"
 _IN_JSON = re.compile(rf"""(["']{_NAMED}["']\s*:\s*)("[^"]*"|'[^']*')""", re.IGNORECASE)
-_IN_QUERY = re.compile(rf"([?&;]{_NAMED}=)[^&;#\s\"']+", re.IGNORECASE)
+_ASSIGNED = re.compile(
+    rf"""(?<![A-Za-z0-9])({_NAMED}\s?=\s?)("[^"]*"|'[^']*'|[^&;#,)\s"']+)""", re.IGNORECASE
+)
 _IN_HEADER = re.compile(rf"^({_NAMED}:\s+)\S.*", re.IGNORECASE)
-_USER_IN_URL = re.compile(r"([a-z][a-z0-9+.\-]*://)[^/@\s\"']+@", re.IGNORECASE)
+_USER_IN_URL = re.compile(r"\b([a-z][a-z0-9+.\-]{0,20}://)[^/@\s\"']+@", re.IGNORECASE)
 _SCHEME = re.compile(r"\b(bearer|basic)\s+[^\s\"']+", re.IGNORECASE)
 _KNOWN_SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{16,}|gh[oprsu]_[A-Za-z0-9]{16,}"
@@ -133,14 +135,14 @@ def mask_argv(argv: Sequence[str]) -> list[str]:
         if equals and value and _is_secret_name(name):
             out.append(f"{name}={MASK}")
         else:
-            out.append(_shorten(mask_text(argument)))
+            out.append(_masked(argument))
     return out
 
 
 def mask_text(text: str) -> str:
     """Text without credentials in URLs, query strings, headers and JSON, and without known keys."""
     text = _USER_IN_URL.sub(rf"\1{MASK}@", text)
-    text = _IN_QUERY.sub(rf"\1{MASK}", text)
+    text = _ASSIGNED.sub(rf"\1{MASK}", text)
     text = _IN_JSON.sub(rf'\1"{MASK}"', text)
     text = _IN_HEADER.sub(rf"\1{MASK}", text)
     text = _SCHEME.sub(rf"\1 {MASK}", text)
@@ -148,11 +150,13 @@ def mask_text(text: str) -> str:
 
 
 def _is_secret_name(name: str) -> bool:
-    return bool(_SECRET_NAME.match(_CAMEL.sub("_", name)))
+    return bool(_SECRET_NAME.match(_CAMEL.sub("_", name[-100:])))
 
 
-def _shorten(text: str) -> str:
-    cut = len(text) - _LONGEST_ARGUMENT
+def _masked(argument: str) -> str:
+    # cut last, so that no secret loses the end by which it is known
+    text = mask_text(argument[: 4 * _LONGEST_ARGUMENT])
+    cut = len(argument) - _LONGEST_ARGUMENT
     return text if cut <= 0 else f"{text[:_LONGEST_ARGUMENT]}... ({cut} more characters)"
 
 

@@ -12,6 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+#: `ROLLTAPE_TEST_DEVICE=cuda pytest tests/integration/...` runs the same tests on an accelerator.
+DEVICE = os.environ.get("ROLLTAPE_TEST_DEVICE", "cpu")
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MOE = ROOT / "examples" / "models" / "tiny-moe"
 
@@ -83,7 +85,7 @@ def make_model(family: str, dtype: Any = None, **changes: Any) -> Any:
         setattr(config, name, value)
     torch.manual_seed(0)
     dtype = dtype or torch.float32
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(dtype).to(DEVICE)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("gate.weight", "router.weight")):
@@ -94,7 +96,7 @@ def make_model(family: str, dtype: Any = None, **changes: Any) -> Any:
 @pytest.fixture(scope="session")
 def tiny_moe() -> Any:
     """The bundled trained model, BF16."""
-    return transformers.AutoModelForCausalLM.from_pretrained(TINY_MOE).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(TINY_MOE).to(DEVICE).eval()
 
 
 @pytest.fixture(scope="session")
@@ -116,4 +118,4 @@ def prompts(tokenizer: Any) -> Any:
         "for i in range(10):\n    print(i)\n",
         "# comment\nassert ",
     ]
-    return tokenizer(texts, return_tensors="pt", padding=True)
+    return tokenizer(texts, return_tensors="pt", padding=True).to(DEVICE)

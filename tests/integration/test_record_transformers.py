@@ -16,7 +16,7 @@ from rolltape.recorder import transformers as adapter
 from rolltape.recorder.moe import find_moe_blocks
 from rolltape.store import Sequence, Tape, token_digest
 from rolltape.store.schema import SUPPORT_EXPLICIT, SUPPORT_FULL
-from tests.integration.conftest import FAMILIES, make_model
+from tests.integration.conftest import DEVICE, FAMILIES, make_model
 
 pytestmark = pytest.mark.engine
 
@@ -31,7 +31,9 @@ class Oracle:
         self.calls: list[list[tuple[Any, Any]]] = [[] for _ in self.blocks]
         handles = [
             block.experts.register_forward_pre_hook(
-                lambda module, args, i=i: self.calls[i].append((args[1].clone(), args[2].clone()))
+                lambda module, args, i=i: self.calls[i].append(
+                    (args[1].cpu().clone(), args[2].cpu().clone())
+                )
             )
             for i, block in enumerate(self.blocks)
         ]
@@ -45,6 +47,11 @@ class Oracle:
         )
         for handle in handles:
             handle.remove()
+        self.logprobs = {
+            "raw": [scores.log_softmax(-1).cpu() for scores in self.out.logits],
+            "processed": [scores.log_softmax(-1).cpu() for scores in self.out.scores],
+        }
+        self.sequences = self.out.sequences.cpu()
         self.width = inputs["input_ids"].shape[1]
         self.mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
         self.samples = options.get("num_return_sequences", 1)
@@ -53,16 +60,15 @@ class Oracle:
         return int((self.mask[row // self.samples] == 0).sum())
 
     def logprob(self, kind: str, row: int, step: int) -> np.float32:
-        source = {"raw": self.out.logits, "processed": self.out.scores}[kind][step][row]
-        token = self.out.sequences[row, self.width + step]
-        return np.float32(source.log_softmax(-1)[token].item())
+        token = self.sequences[row, self.width + step]
+        return np.float32(self.logprobs[kind][step][row, token].item())
 
     def kept(self, row: int, step: int) -> np.ndarray:
-        return np.flatnonzero(np.isfinite(self.out.scores[step][row].numpy()))
+        return np.flatnonzero(np.isfinite(self.out.scores[step][row].cpu().numpy()))
 
     def route(self, row: int, column: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Choice at a column of the padded batch, for a run with a cache and no chunks."""
-        rows = self.out.sequences.shape[0]
+        rows = len(self.sequences)
         call = 0 if column < self.width else column - self.width + 1
         columns = self.width if call == 0 else 1
         ids, weights = self.calls[block][call]
@@ -89,11 +95,11 @@ def by_row(tape: Tape, samples: int = 1) -> list[Sequence]:
 
 def check_against(oracle: Oracle, tape: Tape) -> None:
     sequences = by_row(tape, oracle.samples)
-    assert len(sequences) == len(oracle.out.sequences)
+    assert len(sequences) == len(oracle.sequences)
     for row, sequence in enumerate(sequences):
         pad, prompt = oracle.pad(row), sequence.prompt_len
         assert prompt == oracle.width - pad
-        expected = oracle.out.sequences[row, pad : pad + sequence.length].numpy()
+        expected = oracle.sequences[row, pad : pad + sequence.length].numpy()
         assert sequence.tokens.valid.all()
         np.testing.assert_array_equal(sequence.tokens.values, expected)
         assert sequence.info["digest"] == token_digest(prompt, expected)
@@ -146,7 +152,7 @@ def test_recording_equals_what_generate_computed(
     options = {**SAMPLE, **options}
     oracle = Oracle(tiny_moe, prompts, **options)
     ids, tape = recorded(tiny_moe, prompts, tmp_path / "a", **options)
-    assert torch.equal(ids, oracle.out.sequences), "recording changed the sampled tokens"
+    assert torch.equal(ids.cpu(), oracle.sequences), "recording changed the sampled tokens"
     check_against(oracle, tape)
 
 
@@ -157,7 +163,7 @@ def test_every_moe_family(family: str, dtype: Any, tmp_path: Path) -> None:
     ids = torch.randint(2, 320, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask}
+    inputs = {"input_ids": ids.to(DEVICE), "attention_mask": mask.to(DEVICE)}
     options = {"do_sample": True, "max_new_tokens": 5, "top_k": 30}
     oracle = Oracle(model, inputs, **options)
     _, tape = recorded(model, inputs, tmp_path / "a", **options)
@@ -166,7 +172,7 @@ def test_every_moe_family(family: str, dtype: Any, tmp_path: Path) -> None:
 
 def test_dense_model_has_no_routes_and_says_that_it_is_dense(tmp_path: Path) -> None:
     model = make_model("qwen3_moe", mlp_only_layers=[0, 1, 2])
-    inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]], device=DEVICE)}
     oracle = Oracle(model, inputs, do_sample=False, max_new_tokens=4)
     _, tape = recorded(model, inputs, tmp_path / "a", do_sample=False, max_new_tokens=4)
     check_against(oracle, tape)
@@ -176,7 +182,7 @@ def test_dense_model_has_no_routes_and_says_that_it_is_dense(tmp_path: Path) -> 
 
 def test_mixed_dense_and_moe_layers_keep_their_numbers(tmp_path: Path) -> None:
     model = make_model("qwen3_moe", mlp_only_layers=[1])
-    inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]], device=DEVICE)}
     _, tape = recorded(model, inputs, tmp_path / "a", do_sample=False, max_new_tokens=4)
     routes = next(iter(tape)).routes()
     assert routes is not None and routes.layers == (0, 2)
@@ -187,7 +193,7 @@ def test_more_than_256_experts_keep_their_ids(tmp_path: Path) -> None:
     with torch.no_grad():
         for block in find_moe_blocks(model):
             block.router.get_parameter("weight")[290:] *= 3  # so that high ids are chosen
-    inputs = {"input_ids": torch.arange(2, 40)[None]}
+    inputs = {"input_ids": torch.arange(2, 40, device=DEVICE)[None]}
     oracle = Oracle(model, inputs, do_sample=False, max_new_tokens=4)
     _, tape = recorded(model, inputs, tmp_path / "a", do_sample=False, max_new_tokens=4)
     check_against(oracle, tape)
@@ -201,9 +207,7 @@ def test_sequences_that_end_early_are_cut_there(
     def options(eos: int) -> dict[str, Any]:
         return {**SAMPLE, "top_k": 0, "eos_token_id": eos, "max_new_tokens": 40}
 
-    free = Oracle(tiny_moe, prompts, **options(4095)).out.sequences[
-        :, prompts["input_ids"].shape[1] :
-    ]
+    free = Oracle(tiny_moe, prompts, **options(4095)).sequences[:, prompts["input_ids"].shape[1] :]
     tokens, counts = torch.unique(free, return_counts=True)
     eos = int(tokens[counts.argmax()])  # something that is sampled, at different places
     oracle = Oracle(tiny_moe, prompts, **options(eos))
@@ -294,7 +298,10 @@ def test_processed_minus_scaled_is_minus_log_of_the_kept_mass(
     prompts: Any, tmp_path: Path, tiny_moe: Any, options: dict[str, Any]
 ) -> None:
     model = (
-        type(tiny_moe).from_pretrained(tiny_moe.config._name_or_path, dtype=torch.float32).eval()
+        type(tiny_moe)
+        .from_pretrained(tiny_moe.config._name_or_path, dtype=torch.float32)
+        .to(DEVICE)
+        .eval()
     )
     options = {**SAMPLE, "top_k": 20, "top_p": 0.9, **options}
     width = prompts["input_ids"].shape[1]
@@ -302,7 +309,7 @@ def test_processed_minus_scaled_is_minus_log_of_the_kept_mass(
 
     class Keep:  # sees the scores before truncation, as temperature and penalties left them
         def __call__(self, ids: Any, scores: Any) -> Any:
-            scaled_scores.append(scores.clone() / options["temperature"])
+            scaled_scores.append(scores.cpu().clone() / options["temperature"])
             return scores
 
     _, tape = recorded(model, prompts, tmp_path / "a", **options, logits_processor=[Keep()])
@@ -324,7 +331,7 @@ def test_processed_minus_scaled_is_minus_log_of_the_kept_mass(
 
 def test_weights_that_change_between_calls_make_a_new_version(tmp_path: Path) -> None:
     model = make_model("qwen3_moe")
-    inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]], device=DEVICE)}
     with rolltape.record(tmp_path / "a"):
         model.generate(**inputs, do_sample=False, max_new_tokens=3)
         model.generate(**inputs, do_sample=False, max_new_tokens=3)
@@ -346,12 +353,12 @@ def test_layer_outputs_are_those_of_the_model(tiny_moe: Any, prompts: Any, tmp_p
     kept = [s for s in by_row(tape) if s.activations()]
     assert [s.key.request for s in kept] == ["0-0", "0-1"]
     alone = torch.from_numpy(kept[1].tokens.values[None, : kept[1].prompt_len].astype(np.int64))
-    hidden = tiny_moe(alone, output_hidden_states=True).hidden_states
+    hidden = tiny_moe(alone.to(DEVICE), output_hidden_states=True).hidden_states
     sites = kept[1].activations()
     assert set(sites) == {f"layers.{i}.out" for i in range(6)}
     start, dtype, data = sites["layers.2.out"][0]
     assert (start, dtype, data.shape) == (0, "bfloat16", (kept[1].prompt_len, 128))
-    want = hidden[3][0].float().detach().numpy()
+    want = hidden[3][0].float().detach().cpu().numpy()
     assert np.abs(data - want).max() <= 0.05 * np.abs(want).max()
     assert sum(len(d) for _, _, d in sites["layers.2.out"]) == kept[1].length - 1
 
