@@ -205,11 +205,15 @@ class Relay:
         for number in (*_RELAYED, *_FROM_TERMINAL):
             # what is ignored (nohup, a background job of sh) stays ignored, also in the child
             if signal.getsignal(number) is not signal.SIG_IGN:
-                handler = self._relay if number in _RELAYED else self._leave_to_child
+                handler = self._relay if number in _RELAYED else self._nothing_to_do
                 self._old[number] = signal.signal(number, handler)
-        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-            # else the kernel throws the exit status away
-            self._old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # the end of the command wakes us; ignored, the kernel would throw its exit status away
+        self._old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._nothing_to_do)
+        # Signals also write to this pipe: one that comes just before we wait would else be seen
+        # only after the wait.
+        self._wake, self._signals = os.pipe()
+        os.set_blocking(self._signals, False)
+        self._old_wakeup = signal.set_wakeup_fd(self._signals, warn_on_full_buffer=False)
         return self
 
     def __exit__(
@@ -218,8 +222,11 @@ class Relay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        signal.set_wakeup_fd(self._old_wakeup)
         for number, old in self._old.items():
             signal.signal(number, old)
+        os.close(self._wake)
+        os.close(self._signals)
 
     def run(self, command: Sequence[str], env: Mapping[str, str]) -> Ended:
         """Start the command with our stdin, stdout, stderr and open files, and wait for it.
@@ -234,8 +241,9 @@ class Relay:
         self._pid = child.pid
         for number in self._early:
             os.kill(child.pid, number)
-        # not reaped yet: until `wait` the pid cannot be anybody else's, and relaying is safe
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        # not reaped here: until `child.wait` the pid can be nobody else's, and relaying is safe
+        while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            os.read(self._wake, 4096)
         self._pid = None
         code = child.wait()
         wall = time.monotonic() - begin
@@ -249,7 +257,7 @@ class Relay:
         else:
             self._early.append(number)
 
-    def _leave_to_child(self, number: int, frame: FrameType | None) -> None:
+    def _nothing_to_do(self, number: int, frame: FrameType | None) -> None:
         """A handler rather than SIG_IGN, which the child would inherit."""
 
 

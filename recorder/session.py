@@ -215,6 +215,8 @@ class Session:
             writer.close()
         except Exception as again:
             warn(f"the end of the recording could not be written either: {again}")
+        finally:
+            writer.abandon()
 
     # -- life -----------------------------------------------------------------------------
 

@@ -248,8 +248,13 @@ class Tape(Folder):
         for row in self.rows("sequences"):
             key = Key(row["engine"], row["request"], row["sample"], row["pass"])
             # a closing row wins over an opening one, whatever the order of the shards
-            if key not in latest or row["finish"] != "open":
+            before = latest.get(key)
+            if before is None or row["finish"] != "open":
+                if before is not None and row["opened_ns"] is None:
+                    row["opened_ns"] = before["opened_ns"]
                 latest[key] = row
+            elif before["opened_ns"] is None:
+                before["opened_ns"] = row["opened_ns"]
         out = {}
         for key, row in latest.items():
             row["sampling"] = json.loads(row["sampling"]) if row["sampling"] else {}
@@ -353,7 +358,8 @@ def _cells(column: pa.ChunkedArray) -> list[Any]:
 def _array(values: pa.Array) -> np.ndarray | Masked:
     valid = values.is_valid().to_numpy(zero_copy_only=False)
     if values.null_count:
-        return Masked(values.fill_null(0).to_numpy(zero_copy_only=False), valid)
+        zero = False if pa.types.is_boolean(values.type) else 0
+        return Masked(values.fill_null(zero).to_numpy(zero_copy_only=False), valid)
     array: np.ndarray = values.to_numpy(zero_copy_only=False)
     return array
 

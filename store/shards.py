@@ -8,6 +8,7 @@ Arrow reader opens with random access. Nothing is copied or rewritten on the way
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -27,6 +28,8 @@ MAGIC = b"ARROW1\0\0"
 CHECKSUM = b"xxh3"
 LIVE = ".arrow.live"
 _SEALED = re.compile(r"(?P<writer>[0-9a-f]{32})-(?P<n>\d+)-(?P<hash>[0-9a-f]{32})\.arrow")
+# what Arrow raises on bytes that are not what it wrote
+_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
 _OPTIONS = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1))
 
 
@@ -36,15 +39,27 @@ def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def checksum(batch: pa.RecordBatch) -> str:
-    """Hash of the content of a canonical batch: every buffer with its length."""
+    """Hash of a canonical batch: its schema, every null count, every buffer with its length."""
     digest = xxhash.xxh3_64(batch.num_rows.to_bytes(8, "little"))
+    digest.update(batch.schema.remove_metadata().serialize())
     for column in batch.columns:
+        for count in _null_counts(column):
+            digest.update(count.to_bytes(8, "little", signed=True))
         for buffer in column.buffers():
             size = -1 if buffer is None else buffer.size
             digest.update(size.to_bytes(8, "little", signed=True))
             if buffer is not None:
                 digest.update(buffer)
     return digest.hexdigest()
+
+
+def _null_counts(array: pa.Array) -> Iterator[int]:
+    yield array.null_count
+    if pa.types.is_list(array.type):
+        yield from _null_counts(array.values)
+    elif pa.types.is_struct(array.type):
+        for index in range(array.type.num_fields):
+            yield from _null_counts(array.field(index))
 
 
 class _HashingSink:
@@ -131,6 +146,13 @@ class ShardWriter:
         self._file.close()
         return final
 
+    def abandon(self) -> None:
+        """Let go of the file as it is: still live, readable up to the last whole batch."""
+        with contextlib.suppress(OSError):  # the disk is what failed
+            self._stream.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
+
 
 def sync_folder(folder: Path) -> None:
     """Make renames in `folder` survive power loss."""
@@ -184,7 +206,7 @@ def read_sealed(path: Path) -> list[pa.RecordBatch]:
     try:
         with pa.ipc.open_file(pa.BufferReader(data)) as reader:
             return [reader.get_batch(i) for i in range(reader.num_record_batches)]
-    except (pa.ArrowInvalid, OSError) as error:
+    except _UNREADABLE as error:
         raise DamagedShardError(f"{path}: not an Arrow IPC file: {error}") from error
 
 
@@ -212,7 +234,7 @@ def read_live(path: Path) -> ShardContent:
             intact = source.tell()
     except StopIteration:
         return ShardContent(batches, 0, "")
-    except (pa.ArrowInvalid, OSError) as error:
+    except _UNREADABLE as error:
         return ShardContent(batches, len(data) - intact, str(error).splitlines()[0])
 
 

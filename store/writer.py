@@ -144,6 +144,13 @@ class TapeWriter:
         for table in list(self._open):
             self._finish(table)
 
+    def abandon(self) -> None:
+        """After an error: let go of the files, which stay live. What was flushed is safe."""
+        self._pending.clear()
+        self._pending_bytes.clear()
+        while self._open:
+            self._open.popitem()[1].abandon()
+
     def __enter__(self) -> TapeWriter:
         return self
 

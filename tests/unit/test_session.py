@@ -1,0 +1,194 @@
+"""The session of a process: bounded, isolated from the job, and never silent about a loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolltape import store
+from rolltape.recorder import session as sessions
+from rolltape.recorder.options import Options
+from rolltape.recorder.session import MAX_FAULTS, Session
+from rolltape.store import TapeWriter, UsageError
+
+ROW = {"engine": "e" * 32, "sample": 0, "pass": 0, "prompt_len": 1, "finish": "stop"}
+
+
+@pytest.fixture
+def tape(tmp_path: Path) -> Path:
+    return store.create_tape(tmp_path / "a", role="rollout")
+
+
+@pytest.fixture
+def make(tape: Path) -> Iterator[Any]:
+    made = []
+
+    def make(**options: Any) -> Session:
+        made.append(Session(tape, Options(**options)))
+        return made[-1]
+
+    yield make
+    for session in made:
+        session.close()
+
+
+def row(name: str) -> Any:
+    return lambda writer: writer.append("sequences", {**ROW, "request": name})
+
+
+def put(session: Session, name: str, nbytes: int = 1) -> bool:
+    return session.put(row(name), nbytes=nbytes, gap={"request": name, "detail": {"what": name}})
+
+
+def events(tape: Path, kind: str) -> list[dict[str, Any]]:
+    found = [e for e in store.open(tape).rows("events") if e["kind"] == kind]
+    return [{**e, "detail": json.loads(e["detail"])} for e in found]
+
+
+def test_jobs_are_written_in_order(tape: Path, make: Any) -> None:
+    session = make()
+    for i in range(50):
+        assert put(session, str(i))
+    assert session.drain()
+    assert [s.key.request for s in store.open(tape)] == [str(i) for i in range(50)]
+
+
+def test_a_process_that_records_nothing_leaves_nothing(tape: Path, make: Any) -> None:
+    make().close()
+    assert [p.name for p in tape.iterdir()] == ["tape.json"]
+
+
+def test_a_full_queue_drops_and_records_the_gap(tape: Path, make: Any) -> None:
+    session = make(queue_mb=1)
+    hold, held = threading.Event(), threading.Event()
+
+    def wait(writer: TapeWriter) -> None:
+        held.set()
+        hold.wait()
+
+    session.put(wait, nbytes=0, gap={"detail": {}})
+    assert held.wait(10)
+    assert put(session, "fits", 1 << 20)
+    assert not put(session, "does not", 1)
+    hold.set()
+    assert session.drain()
+    assert [s.key.request for s in store.open(tape)] == ["fits"]
+    (gap,) = events(tape, "gap")
+    assert gap["request"] == "does not" and gap["detail"] == {"what": "does not"}
+    assert session.dropped == 1
+
+
+def test_block_waits_for_room_instead(tape: Path, make: Any) -> None:
+    session = make(queue_mb=1, on_full="block")
+    hold = threading.Event()
+    session.put(lambda writer: hold.wait() and None, nbytes=1 << 20, gap={"detail": {}})
+    assert put(session, "first", 1 << 20) or True
+    waiter = threading.Thread(target=put, args=(session, "second", 1 << 20))
+    waiter.start()
+    hold.set()
+    waiter.join(10)
+    assert not waiter.is_alive() and session.drain()
+    assert {s.key.request for s in store.open(tape)} == {"first", "second"}
+    assert not events(tape, "gap")
+
+
+def test_a_job_that_fails_is_a_recorded_gap_and_the_rest_goes_on(
+    tape: Path, make: Any, capfd: Any
+) -> None:
+    session = make()
+
+    def broken(writer: TapeWriter) -> None:
+        raise ZeroDivisionError("boom")
+
+    session.put(broken, nbytes=1, gap={"request": "lost", "detail": {"steps": 4}})
+    put(session, "kept")
+    assert session.drain()
+    assert [s.key.request for s in store.open(tape)] == ["kept"]
+    (gap,), (error,) = events(tape, "gap"), events(tape, "hook_error")
+    assert gap["request"] == "lost" and gap["detail"] == {"steps": 4}
+    assert "boom" in error["detail"]["error"] and "boom" in capfd.readouterr().err
+
+
+def test_a_hook_is_disabled_after_three_faults(tape: Path, make: Any) -> None:
+    session, calls = make(), []
+
+    def broken() -> None:
+        calls.append(1)
+        raise RuntimeError("boom")
+
+    for _ in range(10):
+        assert session.safely("hook", broken) is None
+    assert len(calls) == MAX_FAULTS
+    assert session.safely("another", lambda: 5) == 5
+    session.close()
+    assert [e["detail"]["disabled"] for e in events(tape, "hook_error")] == [False, False, True]
+
+
+def test_strict_raises(make: Any) -> None:
+    with pytest.raises(RuntimeError, match="boom"):
+        make(strict=True).safely("hook", _boom)
+
+
+def _boom() -> None:
+    raise RuntimeError("boom")
+
+
+def test_a_tape_that_goes_away_ends_the_recording_not_the_job(
+    tape: Path, make: Any, capfd: Any, monkeypatch: Any
+) -> None:
+    session = make()
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    put(session, "written")
+    assert session.drain()
+    monkeypatch.setattr("rolltape.store.shards.ShardWriter.write", full)
+    put(session, "lost")
+    assert not session.drain()
+    assert not put(session, "after")
+    session.close()
+    assert "recording stopped: OSError" in capfd.readouterr().err
+    monkeypatch.undo()
+    store.seal(tape)
+    assert [s.key.request for s in store.open(tape)] == ["written"]
+
+
+def test_a_forked_child_records_under_a_writer_of_its_own(tape: Path) -> None:
+    session = sessions.start(tape, Options())
+    try:
+        put(session, "parent")
+        child = os.fork()
+        if child == 0:
+            mine = sessions.active()
+            ok = mine is not None and mine is not session and put(mine, "child")
+            sessions.stop()
+            os._exit(0 if ok else 1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+    finally:
+        sessions.stop()
+    assert {s.key.request for s in store.open(tape)} == {"parent", "child"}
+    assert len(list((tape / "sequences").iterdir())) == 2
+
+
+def test_options_travel_by_environment(tmp_path: Path) -> None:
+    options = Options(
+        level="layers", layers=3, on_full="block", queue_mb=9, fsync=True, strict=True
+    )
+    assert Options.from_environment(options.environment(tmp_path)) == options
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"ROLLTAPE_LEVEL": "all"}, {"ROLLTAPE_LAYERS": "x"}, {"ROLLTAPE_ON_FULL": "wait"}],
+)
+def test_bad_options_are_named(env: dict[str, str]) -> None:
+    with pytest.raises(UsageError):
+        Options.from_environment(env)
