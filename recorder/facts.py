@@ -38,12 +38,22 @@ def model_facts(model: nn.Module, name: str | None = None) -> dict[str, Any]:
         Columns of the `engines` table: model, model_type, model_fingerprint, vocab_size,
         num_layers, moe_layers, num_experts, experts_per_token, dtype, device, effective (a dict).
     """
+    parameter = next(model.parameters())
+    return {
+        "model": name or getattr(model.config, "_name_or_path", None) or None,
+        **architecture(model),
+        "dtype": dtype_name(parameter.dtype),
+        "device": str(parameter.device),
+        "effective": effective_settings(model),
+    }
+
+
+def architecture(model: nn.Module) -> dict[str, Any]:
+    """The part of `model_facts` that needs no weights: a model on the meta device will do."""
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     blocks = find_moe_blocks(model)
-    parameter = next(model.parameters())
     return {
-        "model": name or getattr(config, "_name_or_path", None) or None,
         "model_type": getattr(config, "model_type", None),
         "model_fingerprint": fingerprint(config.to_dict()),
         "vocab_size": int(text.vocab_size),
@@ -51,9 +61,6 @@ def model_facts(model: nn.Module, name: str | None = None) -> dict[str, Any]:
         "moe_layers": [b.layer for b in blocks],
         "num_experts": blocks[0].num_experts if blocks else None,
         "experts_per_token": blocks[0].k if blocks else None,
-        "dtype": dtype_name(parameter.dtype),
-        "device": str(parameter.device),
-        "effective": effective_settings(model),
     }
 
 

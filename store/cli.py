@@ -39,7 +39,10 @@ def info(tape: Path, as_json: bool) -> int:
         lines = _report_lines(facts) if facts["kind"] == "report" else _tape_lines(facts)
         for line in lines:
             click.echo(line)
-    return 2 if facts["damaged"] else 0
+    if not facts["damaged"]:
+        return 0
+    click.echo(f"rolltape: error: {facts['problems'][0]}", err=True)
+    return 2
 
 
 @click.command()

@@ -85,7 +85,12 @@ def make_model(family: str, dtype: Any = None, **changes: Any) -> Any:
         setattr(config, name, value)
     torch.manual_seed(0)
     dtype = dtype or torch.float32
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(dtype).to(DEVICE)
+    model = (
+        transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        .eval()
+        .to(dtype)
+        .to(DEVICE)
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("gate.weight", "router.weight")):

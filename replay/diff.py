@@ -1,0 +1,319 @@
+"""The diff of any two tapes: align, check identity, subtract, and say what was compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Names
+from pathlib import Path
+from typing import Any
+
+from rolltape.replay.activation_diff import SiteTally
+from rolltape.replay.align import Alignment, Pair, alignment_problems, select
+from rolltape.replay.identity import (
+    Problem,
+    WeightUse,
+    fold,
+    gap_problem,
+    range_problem,
+    settings_that_differ,
+    tape_warnings,
+    token_problem,
+)
+from rolltape.replay.measures import (
+    by_group,
+    by_pair,
+    by_position,
+    by_version,
+)
+from rolltape.replay.pair import PairResult, PairTokens, read_pair
+from rolltape.replay.report import refuse_existing, write_report
+from rolltape.replay.routing_diff import PairRouting, RoutingTally, input_version, own_choice
+from rolltape.replay.semantics import clash_problems
+from rolltape.replay.summary import (
+    answer_of,
+    column_problems,
+    describe_side,
+    group_of,
+    headline_column,
+    judge,
+    kept_sets,
+    meanings,
+    sequence_row,
+    why_no_column,
+    why_no_routes,
+)
+from rolltape.replay.suspicions import (
+    DOUBT,
+    agreement,
+    foreign_problems,
+    route_problems,
+    shift_problem,
+    shifted_logprobs,
+)
+from rolltape.store.jsonable import jsonable
+from rolltape.store.keys import Key
+from rolltape.store.sequences import LOGPROBS, Sequence, Tape
+
+#: Exit status of each verdict.
+EXIT_STATUS = {
+    "identical": 0,
+    "within-noise": 0,
+    "divergent": 1,
+    "not-reproduced": 1,
+    "inconclusive": 3,
+    "not-run": 3,
+}
+
+_RECORD_LAYERS = "rolltape record --layers N, rolltape replay --layers N"
+
+
+def diff_tapes(
+    a: Tape,
+    b: Tape,
+    *,
+    layers: bool = False,
+    sequences: Names[str] | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Compare two tapes token by token.
+
+    Args:
+        a: the reference side; d = log p_B - log p_A.
+        b: the other side.
+        layers: compare recorded activations too.
+        sequences: ids (of either tape) to compare; all if None.
+        out: folder to write a report into; must not exist or be empty.
+
+    Returns:
+        The object that `rolltape diff --json` prints (docs/diff.md), ready for JSON.
+
+    Raises:
+        UsageError: a sequence that neither tape has.
+        TapeExistsError: there is something at `out`.
+        TapeError: a tape cannot be read.
+    """
+    if out is not None:
+        refuse_existing(out)
+    alignment = select(a, b, sequences)
+    work = _Work(a, b, layers=layers)
+    work.note(*alignment_problems(a, b, alignment))
+    for pair in alignment.pairs:
+        work.compare(pair)
+    summary = work.summary(alignment)
+    plain: dict[str, Any] = jsonable(summary)
+    if out is not None:
+        write_report(
+            out,
+            summary=plain,
+            results=work.results,
+            by_pair=work.by_pair,
+            column=work.headline,
+            routing=work.routing.rows(),
+            activations=work.sites.rows(),
+        )
+    return plain
+
+
+class _Work:
+    """What one diff gathers on its way over the pairs."""
+
+    def __init__(self, a: Tape, b: Tape, *, layers: bool) -> None:
+        self.a, self.b, self.layers = a, b, layers
+        self.results: list[PairResult] = []
+        self.routing = RoutingTally()
+        self.sites = SiteTally()
+        self.weights = WeightUse(a, b)
+        self.problems: list[Problem] = []
+        self.warnings: list[Problem] = []
+        self.suspects: list[tuple[Sequence, Sequence]] = []
+        self.headline: str | None = None
+        self.by_pair: list[dict[str, Any]] = []
+
+    # -- one pair -------------------------------------------------------------------------
+
+    def compare(self, pair: Pair) -> None:
+        """Read one pair and add it to everything."""
+        a, b = _fresh(self.a, pair.a), _fresh(self.b, pair.b)
+        wrong = token_problem(a, b)
+        if wrong is not None:
+            self.problems.append(wrong)
+            self.results.append(PairResult(pair, _light(a), _light(b), None, None))
+            return
+        self.note(range_problem(a, b))
+        self.note(gap_problem(a, b))
+        tokens = read_pair(pair, a, b)
+        self.weights.add(a, b, tokens.counted)
+        routing = self._compare_routes(a, b)
+        if self.layers:
+            self.problems += self.sites.add(a, b)
+        # what is kept for the report must not hold the columns that were only needed here
+        tokens = dataclasses.replace(tokens, a=_light(a), b=_light(b))
+        self.results.append(PairResult(pair, tokens.a, tokens.b, tokens, routing))
+
+    def _compare_routes(self, a: Sequence, b: Sequence) -> PairRouting | None:
+        first, second = own_choice(a), own_choice(b)
+        for side, sequence, choice in (("a", a, first), ("b", b, second)):
+            if choice is None:
+                continue
+            self.note(*route_problems(side, sequence, choice.routes))
+            if choice.used is not None and choice.used is not choice.routes:
+                self.note(*route_problems(side, sequence, choice.used))
+        if first is None or second is None:
+            return None
+        n = min(a.length, b.length)
+        doubtful = False
+        looks = [("the routes", first.routes, second.routes)]
+        if "live" in (first.role, second.role) and first.used and second.used:
+            looks = [
+                ("the live routes", *looks[0][1:]),
+                ("the used routes", first.used, second.used),
+            ]
+        for what, x, y in looks:
+            found = agreement(x, y, n)
+            if found is not None:
+                self.note(shift_problem(a, what, found))
+                doubtful |= found.rate < DOUBT and not found.shift
+        if doubtful:
+            self.suspects.append((_light(a), _light(b)))
+        versions = input_version(a, n)
+        if not versions.valid.any():
+            versions = input_version(b, n)
+        routing, problems = self.routing.add(a, b, first, second, version=versions)
+        self.note(*problems)
+        return routing
+
+    def note(self, *problems: Problem | None) -> None:
+        """Keep what is a problem; None is none."""
+        for problem in problems:
+            if problem is not None:
+                about_identity = problem.blocks or problem.kind == "ambiguous"
+                (self.problems if about_identity else self.warnings).append(problem)
+
+    # -- the answer -----------------------------------------------------------------------
+
+    def summary(self, alignment: Alignment) -> dict[str, Any]:
+        """The report's summary, numbers not yet made ready for JSON."""
+        pairs = [r.tokens for r in self.results if r.tokens is not None]
+        self.headline = column = headline_column(pairs)
+        answers = {c: answer_of(self.results, c) for c in (*LOGPROBS, None)}
+        main = answers[column]
+        self.by_pair = by_pair(main.deltas, len(self.results))
+        kept = kept_sets(pairs)
+        self._gather_problems(pairs)
+        compared = {
+            "sequences": len(pairs),
+            "logprobs": len(main.deltas),
+            "routes": self.routing.decisions,
+            "supports": kept["compared"],
+            "activations": self.sites.positions,
+        }
+        differences = {
+            "logprobs": max(sum(p.differ(c) for p in pairs) for c in LOGPROBS),
+            **self.routing.differences,
+            "supports": kept["differ"],
+            "activations": self.sites.differences,
+        }
+        verdict, reason = judge(
+            compared,
+            differences,
+            blocking=sum(p.blocks for p in self.problems),
+            layers_missing=self.layers and not self.sites.positions,
+        )
+        return {
+            "verdict": verdict,
+            "reason": reason,
+            **main.plain,
+            "routing": self.routing.summary(),
+            "supports": kept,
+            "activations": self._activations(),
+            "identity": fold(self.problems),
+            "warnings": fold(self.warnings),
+            "compared": compared,
+            "differences": differences,
+            "not_compared": self._not_compared(pairs, kept),
+            "semantics": meanings(pairs, column),
+            "by_semantics": {
+                c: answers[c].plain
+                for c in LOGPROBS
+                if c != column and any(p.held(c) for p in pairs)
+            },
+            "by_position": by_position(main.deltas),
+            "by_version": by_version(main.deltas),
+            "by_group": by_group(main.deltas, [group_of(r.a, r.b) for r in self.results]),
+            "by_sequence": [
+                sequence_row(r, m, column) for r, m in zip(self.results, self.by_pair, strict=True)
+            ],
+            "alignment": {
+                "pairs": len(alignment.pairs),
+                "by_key": sum(p.by == "key" for p in alignment.pairs),
+                "by_digest": sum(p.by == "digest" for p in alignment.pairs),
+                "ambiguous": sum(p.ambiguous for p in alignment.pairs),
+                "unmatched_a": len(alignment.unmatched_a),
+                "unmatched_b": len(alignment.unmatched_b),
+            },
+            "a": describe_side(self.a),
+            "b": describe_side(self.b),
+            "settings": settings_that_differ(self.a, self.b),
+        }
+
+    def _gather_problems(self, pairs: list[PairTokens]) -> None:
+        self.note(
+            *clash_problems([c for p in pairs for c in p.comparison.clashes]),
+            *column_problems(pairs, self.headline),
+            *self.weights.problems(),
+            *self.routing.problems(b_replays_a=self.b.parent == self.a.uuid),
+        )
+        for role in ("used", "live"):
+            self.note(*foreign_problems(self.suspects, self.a, role=role))
+        self.note(*tape_warnings(self.a, "a"))
+        if self.a.uuid != self.b.uuid:
+            self.note(*tape_warnings(self.b, "b"))
+        if self.headline is not None:
+            self.note(*(shifted_logprobs(p, self.headline) for p in pairs))
+        masks = sum(p.mask_differs for p in pairs)
+        if masks:
+            message = f"{masks:,} response tokens are masked on one side only; not compared"
+            self.note(Problem("loss_mask", message, False, {"tokens": masks}))
+
+    def _activations(self) -> dict[str, Any] | None:
+        if not self.layers:
+            return None
+        if self.sites.positions:
+            verdict = "divergent" if self.sites.differences else "identical"
+            return {"verdict": verdict, "sites": self.sites.summary()}
+        reason = self._lacking("activations") or "no site and position on both sides"
+        return {"verdict": "not-run", "reason": reason, "hint": _RECORD_LAYERS, "sites": []}
+
+    def _lacking(self, table: str) -> str | None:
+        sides = [s for s, t in (("a", self.a), ("b", self.b)) if not len(t.table(table))]
+        return f"{' and '.join(sides)} recorded none" if sides else None
+
+    def _not_compared(self, pairs: list[PairTokens], kept: dict[str, Any]) -> dict[str, str]:
+        """Why there is nothing to say of a kind of value."""
+        if not pairs:
+            reason = "no pair of sequences with the same tokens"
+            return dict.fromkeys(("logprobs", "routes", "supports", "activations"), reason)
+        found = {}
+        if self.headline is None:
+            found["logprobs"] = why_no_column(pairs)
+        if not self.routing.decisions:
+            found["routes"] = why_no_routes(self.a, self.b)
+        if not kept["compared"]:
+            reason = "no position with a kept set on both sides"
+            found["supports"] = self._lacking("supports") or reason
+        if not self.sites.positions:
+            reason = "no site and position on both sides"
+            found["activations"] = self._lacking("activations") or reason
+            if not self.layers:
+                found["activations"] = "not asked for (--layers)"
+        return found
+
+
+def _fresh(tape: Tape, key: Key) -> Sequence:
+    """A sequence whose cached columns live no longer than the pair."""
+    return dataclasses.replace(tape.sequence(key))
+
+
+def _light(sequence: Sequence) -> Sequence:
+    """The same sequence without what has been read of it."""
+    return dataclasses.replace(sequence)

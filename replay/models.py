@@ -1,0 +1,147 @@
+"""The model of a replay: loaded, and proven to be the one of the tape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rolltape.recorder.digest import Digest, weights_digest
+from rolltape.recorder.facts import architecture, model_facts
+from rolltape.store import ModelMismatchError, Tape, UsageError
+
+#: What has to agree before any weight is looked at.
+_ARCHITECTURE = ("vocab_size", "num_layers", "moe_layers", "num_experts", "experts_per_token")
+
+
+@dataclass(frozen=True)
+class Match:
+    """How a model belongs to one engine of a tape.
+
+    Args:
+        digest: of the model's weights, before any switch.
+        version: weight version of the tape with that digest; None if the tape has no digests.
+        versions: every weight version of that engine.
+        warnings: what could not be verified.
+    """
+
+    digest: Digest
+    version: int | None
+    versions: tuple[int, ...]
+    warnings: list[str] = field(default_factory=list)
+
+
+def load_model(tape: Tape, *, model: str | None, device: str | None) -> tuple[nn.Module, str]:
+    """Load the model of a tape in the tape's dtype, from local files only.
+
+    Args:
+        tape: whose model.
+        model: path or cached name; by default what the tape names.
+        device: torch device; by default CUDA if there is one.
+
+    Returns:
+        The model and the name that it was loaded by.
+
+    Raises:
+        UsageError: no such model here, or the tape does not name one.
+        ModelMismatchError: its architecture is not that of the tape; said before any weight is
+            read.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    rows = list(tape.engines.values())
+    names = sorted({str(r["model"]) for r in rows if r["model"]})
+    if model is None and len(names) != 1:
+        found = f"{len(names)} models: {', '.join(names)}" if names else "no model"
+        raise UsageError(f"{tape.path} names {found}", hint="--model PATH")
+    name = model or names[0]
+    dtypes = {str(r["dtype"]) for r in rows if r["dtype"]}
+    if len(dtypes) > 1:
+        raise UsageError(f"{tape.path} has engines of dtypes {', '.join(sorted(dtypes))}")
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        config = AutoConfig.from_pretrained(name, local_files_only=True)
+        with torch.device("meta"):
+            outline = architecture(AutoModelForCausalLM.from_config(config))
+        for row in rows:
+            _compare(row, outline, _ARCHITECTURE, tape=tape, name=name)
+        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=getattr(torch, dtypes.pop()) if dtypes else "auto",
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"model {name}: {reason}", hint="--model PATH of a checkpoint") from error
+    try:
+        return loaded.to(place), name
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"device {place}: {reason}", hint="--device cpu") from error
+
+
+def check_model(tape: Tape, model: nn.Module, engines: list[str], name: str) -> dict[str, Match]:
+    """Prove that a model is the one that the engines of a tape ran.
+
+    Args:
+        tape: the recording.
+        model: in the dtype of the tape, before any switch.
+        engines: of the sequences that are scored.
+        name: of the model, for messages.
+
+    Raises:
+        ModelMismatchError: naming the field and both values.
+    """
+    facts = model_facts(model, name)
+    digest = weights_digest(model)
+    out = {}
+    for engine in engines:
+        row = tape.engine(engine)
+        warnings = []
+        if not row:
+            warnings.append(f"engine {engine[:8]} left no description: the model is not verified")
+        _compare(row, facts, (*_ARCHITECTURE, "dtype"), tape=tape, name=name)
+        version, versions = _version(tape, engine, digest, name, warnings)
+        out[engine] = Match(digest, version, versions, warnings)
+    return out
+
+
+def _compare(
+    row: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    fields: tuple[str, ...],
+    *,
+    tape: Tape,
+    name: str,
+) -> None:
+    for field_name in fields:
+        recorded, found = row.get(field_name), facts[field_name]
+        if recorded is not None and recorded != found:
+            hint = "--model PATH of the model that was recorded"
+            if field_name == "dtype":
+                hint = f"load it as {recorded}; the switch dtype={found} changes it on purpose"
+            raise ModelMismatchError(
+                f"{field_name}: {tape.path} has {recorded}, {name} has {found}", hint=hint
+            )
+
+
+def _version(
+    tape: Tape, engine: str, digest: Digest, name: str, warnings: list[str]
+) -> tuple[int | None, tuple[int, ...]]:
+    rows = [r for r in tape.rows("weights") if r["engine"] == engine]
+    versions = tuple(sorted({r["version"] for r in rows}))
+    whole = [r for r in rows if not r["group"] and r["digest"] is not None]
+    if not whole:
+        warnings.append("the tape has no weight digest: the weights are not verified")
+        return None, versions
+    matching = [r["version"] for r in whole if r["digest"] == digest.value]
+    if not matching:
+        known = ", ".join(f"{r['digest']:016x} (version {r['version']})" for r in whole)
+        raise ModelMismatchError(
+            f"weights digest: {tape.path} has {known}, {name} has {digest.value:016x}",
+            hint="the checkpoint that the engine ran, in the same dtype",
+        )
+    return max(matching), versions

@@ -1,0 +1,304 @@
+"""Mode `score`: a teacher-forced forward over recorded sequences, as a trainer does it.
+
+The result is a tape of its own. It is written batch by batch: what was scored before a failure
+can be read, and the sequences that were not reached stay `open`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rolltape.recorder.facts import model_facts
+from rolltape.recorder.moe import find_moe_blocks
+from rolltape.recorder.provenance import provenance
+from rolltape.replay.batches import Batch
+from rolltape.replay.conditions import applied
+from rolltape.replay.forcing import BlockChoice, RouteForcing
+from rolltape.replay.logprobs import sampling_spans, score, unrecorded_supports
+from rolltape.replay.models import load_model
+from rolltape.replay.plan import (
+    Options,
+    RouteTransform,
+    Run,
+    as_layout,
+    check_request,
+    prepare,
+    prove,
+)
+from rolltape.replay.switches import Switches
+from rolltape.replay.tapes import LayerTap, ScoreWriter
+from rolltape.store import Routes, Supports, Tape, TapeWriter, create_tape, seal
+from rolltape.store import Sequence as TapeSequence
+from rolltape.store import open as open_tape
+
+
+def replay(
+    tape: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    switches: Sequence[str] = (),
+    model: str | None = None,
+    device: str | None = None,
+    tokens_per_batch: int = 8192,
+    layout: str = "padded",
+    layers: int = 0,
+    sequences: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Score a tape with the model that it names, and write the result as a new tape.
+
+    Args:
+        tape: the recording.
+        out: folder of the new tape.
+        switches: `KEY=VALUE`, see `rolltape.replay.switches.CHOICES`.
+        model: path of the model; by default as the tape names it.
+        device: torch device; by default CUDA if there is one.
+        tokens_per_batch: tokens of one forward, padding included.
+        layout: `padded` or `packed`.
+        layers: keep the outputs of all decoder layers for so many sequences.
+        sequences: ids of the sequences to keep layer outputs for, instead of the first ones.
+
+    Returns:
+        The summary of `score_tape`.
+
+    Raises:
+        UsageError: a request, switch or layout that tape or model cannot do.
+        ModelMismatchError: the model is not the one of the tape.
+        ForcingError: the routes cannot be forced faithfully.
+        TapeError: `tape` cannot be read, or `out` is there already.
+        In all these cases nothing is written.
+    """
+    wanted = Switches.parse(switches)
+    as_layout(layout)
+    source = open_tape(tape)
+    check_request(source, Path(out), wanted)  # before a long load
+    loaded, name = load_model(source, model=model, device=device)
+    return score_tape(
+        source,
+        out,
+        loaded,
+        switches=wanted,
+        model_name=name,
+        tokens_per_batch=tokens_per_batch,
+        layout=layout,
+        layers=layers,
+        sequences=sequences,
+    )
+
+
+def score_tape(
+    tape: Tape | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    switches: Switches | None = None,
+    model_name: str | None = None,
+    tokens_per_batch: int = 8192,
+    layout: str = "padded",
+    layers: int = 0,
+    sequences: Sequence[str] | None = None,
+    transform_routes: RouteTransform | None = None,
+) -> dict[str, Any]:
+    """Score a tape with a model that is loaded already, in the dtype of the tape.
+
+    The model is put back as it was. Arguments and errors are those of `replay`, and:
+
+    Args:
+        tape: a path, or a tape that is open.
+        out: folder of the new tape.
+        model: a transformers causal language model.
+        switches: parsed.
+        model_name: for the tape; by default what the model remembers.
+        tokens_per_batch: as in `replay`.
+        layout: as in `replay`.
+        layers: as in `replay`.
+        sequences: as in `replay`.
+        transform_routes: changes the routes of each sequence before they are forced.
+
+    Returns:
+        JSON-able: tape, parent, model, sequences, tokens (scored), forward_tokens, switches,
+        layout, seconds, tokens_per_s (of forward_tokens), self_test (or "not-run"), forced
+        (decisions forced and left live, or None), weight_versions by engine, warnings.
+    """
+    source = tape if isinstance(tape, Tape) else open_tape(tape)
+    options = Options(
+        switches=switches or Switches(),
+        layout=as_layout(layout),
+        tokens_per_batch=tokens_per_batch,
+        layers=layers,
+        sequences=sequences,
+        transform_routes=transform_routes,
+    )
+    check_request(source, Path(out), options.switches)
+    run = prepare(source, model, options, name=model_name)
+    start = time.perf_counter()
+    with torch.no_grad(), applied(model, options.switches):
+        batches = run.batches()
+        tested = prove(run, batches)
+        facts = {**provenance(sys.argv), **options.as_dict()}
+        root = create_tape(out, role="trainer", parent=source.uuid, provenance=facts)
+        with _sealed(root), TapeWriter(root) as writer:
+            _score_all(run, batches, writer)
+    return _summary(run, root, tested, time.perf_counter() - start)
+
+
+@contextmanager
+def _sealed(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        seal(root, status={"replay": "error", "error": reason})
+        raise
+    seal(root, status={"replay": "ok"})
+
+
+def _score_all(run: Run, batches: list[Batch], writer: TapeWriter) -> None:
+    facts = model_facts(run.model, run.name)
+    settings = {f"switch.{key}": value for key, value in run.options.switches.as_dict().items()}
+    facts["effective"] = {**facts["effective"], **settings, "layout": run.options.layout}
+    output = ScoreWriter(writer, run.engines, facts)
+    weights = {engine: (m.digest, m.version) for engine, m in run.matches.items()}
+    output.engines(run.options.as_dict(), weights)
+    output.opened(run.sequences)
+    choices: list[BlockChoice] = []
+    with ExitStack() as stack:
+        forcing = None
+        if find_moe_blocks(run.model):
+            tap = RouteForcing(run.model, run.options.mode or "ids", capture=_keeper(choices))
+            forcing = stack.enter_context(tap)
+        layer_tap = stack.enter_context(LayerTap(run.model))
+        for number, batch in enumerate(batches):
+            choices.clear()
+            layer_tap.watch([p for p in batch.placed if p.sequence.key.text in run.layer_keys])
+            _score_batch(run, number, batch, forcing, choices, output)
+            output.activations(layer_tap.taken())
+            output.closed([p.sequence for p in batch.placed])
+            writer.flush()
+    output.closed([s for s in run.sequences if not s.length])
+
+
+def _keeper(choices: list[BlockChoice]) -> Callable[[BlockChoice], None]:
+    def keep(choice: BlockChoice) -> None:
+        # to the host at once: the device holds the choice of one layer at a time
+        live = choice.live_ids.to("cpu", copy=True)
+        forced = choice.used_ids is not choice.live_ids
+        choices.append(
+            BlockChoice(
+                layer=choice.layer,
+                live_ids=live,
+                used_ids=choice.used_ids.to("cpu", copy=True) if forced else live,
+                used_weights=choice.used_weights.float().to("cpu", copy=True),
+                margin=None if choice.margin is None else choice.margin.cpu(),
+            )
+        )
+
+    return keep
+
+
+def _score_batch(
+    run: Run,
+    number: int,
+    batch: Batch,
+    forcing: RouteForcing | None,
+    choices: list[BlockChoice],
+    output: ScoreWriter,
+) -> None:
+    inputs = batch.inputs(run.device)
+    t_ns = time.time_ns()
+    routes = [_routes(run, p.sequence) for p in batch.placed]
+    forced = any(r is not None for r in routes)
+    with ExitStack() as stack:
+        if forcing is not None and forced:
+            laid_out = batch.routes(routes)
+            run.count(
+                forced=int(laid_out.valid.sum()), decisions=batch.tokens * len(laid_out.layers)
+            )
+            stack.enter_context(forcing.routes(laid_out))
+        logits = run.model(**inputs).logits
+    output.step(number, batch, run.model, t_ns=t_ns)
+    if forcing is not None and len(choices) < len(forcing.layers):
+        run.warn(f"{len(choices)} of {len(forcing.layers)} MoE layers could be seen: no routes")
+    else:
+        output.routes(number, batch, choices, forced=forced)
+    for p in batch.placed:
+        _score_sequence(run, p.sequence, logits[p.span], output)
+    run.count(forward_tokens=batch.tokens)
+
+
+def _score_sequence(
+    run: Run, sequence: TapeSequence, logits: torch.Tensor, output: ScoreWriter
+) -> None:
+    switches = run.options.switches
+    spans = sampling_spans(sequence, switches)
+    supports = _supports(run, sequence) if switches.support == "recorded" else None
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    found = score(logits, sequence, spans, supports, dtype=dtype)
+    run.count(tokens=int(found.raw.valid.sum()), outside=found.outside)
+    output.tokens(sequence, spans, found, switches)
+    if supports is not None:
+        output.supports(sequence, supports)
+    refused = {edit for s in spans if s.sampling for edit in s.sampling.not_applied}
+    if refused:
+        run.warn(f"edits that cannot be applied again, left out: {', '.join(sorted(refused))}")
+
+
+def _supports(run: Run, sequence: TapeSequence) -> Supports:
+    supports = sequence.supports()
+    if supports is None:
+        # nothing is known about the kept sets, which is not the same as nothing was cut
+        run.count(without_support=1)
+        return unrecorded_supports(sequence.length)
+    return supports
+
+
+def _routes(run: Run, sequence: TapeSequence) -> Routes | None:
+    if run.options.mode is None:
+        return None
+    routes = sequence.routes()
+    if routes is None:
+        run.count(without_routes=1)
+        return None
+    transform = run.options.transform_routes
+    return routes if transform is None else transform(sequence, routes)
+
+
+def _summary(run: Run, root: Path, tested: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+    counts = run.counts
+    for name, text in (
+        ("without_routes", "sequences without routes ran live"),
+        ("without_support", "sequences have no supports"),
+        ("outside", "tokens are not in their own kept set: processed is -inf there"),
+    ):
+        if counts.get(name):
+            run.warn(f"{counts[name]} {text}")
+    forced = counts.get("forced", 0)
+    decisions = {"decisions": forced, "live": counts.get("decisions", 0) - forced}
+    forward_tokens = counts.get("forward_tokens", 0)
+    return {
+        "tape": str(root),
+        "parent": str(run.tape.path),
+        "model": run.name,
+        "sequences": len(run.sequences),
+        "tokens": counts.get("tokens", 0),
+        "forward_tokens": forward_tokens,
+        "switches": run.options.switches.as_dict(),
+        "layout": run.options.layout,
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(forward_tokens / seconds, 1),
+        "self_test": tested or "not-run",
+        "forced": decisions if run.options.mode else None,
+        "weight_versions": {
+            engine[:8]: {"scored": m.version, "recorded": list(m.versions)}
+            for engine, m in run.matches.items()
+        },
+        "warnings": run.warnings,
+    }
