@@ -62,7 +62,8 @@ def measure(
     """Record once, score in each way, and return the diffs by name."""
     tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(model_path).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path)
+    model = model.to(device).eval()
     batch = tokenizer(prompts(count), return_tensors="pt", padding=True).to(device)
     with rolltape.record(folder / "rollout"):
         torch.manual_seed(seed)

@@ -204,7 +204,8 @@ def _nonzero_bytes(packed: np.ndarray) -> np.ndarray:
     words = np.flatnonzero(flat[:whole].view(np.uint64) != 0)
     near = (words[:, None] * 8 + np.arange(8)).reshape(-1)
     near = np.concatenate([near, np.arange(whole, flat.size)])
-    return near[flat[near] != 0]
+    found: np.ndarray = near[flat[near] != 0]
+    return found
 
 
 def _write_steps(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays) -> None:

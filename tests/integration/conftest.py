@@ -95,6 +95,9 @@ def make_model(family: str, dtype: Any = None, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             if name.endswith(("gate.weight", "router.weight")):
                 parameter.normal_(std=0.3)
+        for name, buffer in model.named_buffers():
+            if "e_score" in name:
+                buffer.normal_(std=0.1)
     return model
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
@@ -18,72 +17,12 @@ from rolltape.recorder.moe import find_moe_blocks
 from rolltape.replay.forcing import BlockChoice, ForcedRoutes, RouteForcing, same_bits, self_test
 from rolltape.replay.recipes import recipe_for
 from rolltape.store import ForcingError
+from tests.integration.conftest import BASE, FAMILIES, make_model
 
 pytestmark = pytest.mark.engine
 
-VOCAB, EXPERTS, K = 128, 8, 2
-BASE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
-}
-FEW: dict[str, Any] = {"num_experts_per_tok": K, "moe_intermediate_size": 16}
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "qwen3_moe": lambda: hf.Qwen3MoeConfig(
-        **BASE, **FEW, head_dim=8, num_experts=EXPERTS, norm_topk_prob=True
-    ),
-    "mixtral": lambda: hf.MixtralConfig(**BASE, num_local_experts=EXPERTS, num_experts_per_tok=K),
-    "olmoe": lambda: hf.OlmoeConfig(**BASE, num_experts=EXPERTS, num_experts_per_tok=K),
-    "deepseek_v3": lambda: hf.DeepseekV3Config(
-        **{**BASE, "num_key_value_heads": 4},
-        **FEW,
-        n_routed_experts=EXPERTS,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=16,
-        q_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-    ),
-    "gpt_oss": lambda: hf.GptOssConfig(
-        **BASE, head_dim=8, num_local_experts=EXPERTS, num_experts_per_tok=K
-    ),
-    "glm4_moe": lambda: hf.Glm4MoeConfig(
-        **BASE,
-        **FEW,
-        head_dim=8,
-        n_routed_experts=EXPERTS,
-        n_group=1,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-    ),
-}
-FAMILIES = list(CONFIGS)
+VOCAB, EXPERTS, K = 320, 8, 2  # of the models in conftest.py
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def make_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=dtype).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith(("gate.weight", "router.weight")):  # routes that are not nearly tied
-            nn.init.normal_(parameter, std=0.3)
-    for name, buffer in model.named_buffers():
-        if "e_score" in name:
-            buffer.normal_(std=0.1)
-    return model
 
 
 def tokens(seed: int, shape: tuple[int, int] = (2, 12)) -> torch.Tensor:
@@ -134,7 +73,7 @@ def test_own_routes_change_no_bit(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recipe_gives_the_routers_own_weights(family: str, dtype: torch.dtype) -> None:
     model = make_model(family, dtype)
-    checked = []
+    checked: list[Any] = []
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
         logits, weights, ids = output

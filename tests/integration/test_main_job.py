@@ -196,8 +196,8 @@ def one_line(done: subprocess.CompletedProcess[str], *says: str) -> None:
 
 @pytest.mark.parametrize("command", ["info", "show", "diff", "replay"])
 def test_not_a_tape(job: Path, tmp_path: Path, command: str) -> None:
-    rest = {"diff": [job / "a"], "replay": ["-o", tmp_path / "b", *SCORE]}.get(command, [])
-    one_line(rolltape(command, tmp_path, *rest), "is not a tape")
+    more: dict[str, list[Any]] = {"diff": [job / "a"], "replay": ["-o", tmp_path / "b", *SCORE]}
+    one_line(rolltape(command, tmp_path, *more.get(command, [])), "is not a tape")
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_a_newer_major_format(copy: Path) -> None:
 def test_a_truncated_shard(job: Path, copy: Path, command: str) -> None:
     shard = next((copy / "routes").glob("*.arrow"))
     shard.write_bytes(shard.read_bytes()[:-100])
-    rest = [job / "live"] if command == "diff" else []
+    rest = [str(job / "live")] if command == "diff" else []
     one_line(rolltape(command, copy, *rest), shard.name)
 
 

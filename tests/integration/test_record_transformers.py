@@ -443,7 +443,7 @@ def test_an_interrupted_call_keeps_what_ran(tiny_moe: Any, prompts: Any, tmp_pat
     tape = rolltape.open(tmp_path / "a")
     assert {s.finish for s in tape} == {"abort"}
     assert {s.length - s.prompt_len for s in tape} == {4}
-    assert all(s.routes().valid[:-1].all() for s in tape)  # type: ignore[union-attr]
+    assert all(s.routes().valid[:-1].all() for s in tape)
 
 
 def test_a_call_that_fails_before_the_first_token_is_an_empty_sequence(
