@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from benchmarks.routing_replay import measure  # noqa: E402
-
 from rolltape.recorder.digest import weights_digest  # noqa: E402
 from rolltape.recorder.moe import find_moe_blocks  # noqa: E402
 from rolltape.replay.forcing import ForcedRoutes, RouteForcing, self_test  # noqa: E402

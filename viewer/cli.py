@@ -1,0 +1,104 @@
+"""`rolltape view`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import webbrowser
+from pathlib import Path
+
+import click
+
+from rolltape.store.errors import UsageError
+
+
+@click.command()
+@click.argument(
+    "paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    show_default="a free one",
+    help="Port to listen on.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--token",
+    envvar="ROLLTAPE_VIEW_TOKEN",
+    help="Secret that every request must carry; needed for a --host that others can reach.",
+)
+@click.option("--no-open", is_flag=True, help="Do not open a browser.")
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    help="tokenizer.json to read text with; otherwise the one in the model folder of the tape.",
+)
+def view(
+    paths: tuple[Path, ...],
+    port: int,
+    host: str,
+    token: str | None,
+    no_open: bool,
+    tokenizer: Path | None,
+) -> int:
+    """Look at tapes and diff reports in a browser. Read-only; Ctrl-C stops it.
+
+    PATHs are tapes, reports, or folders that hold some. Give a tape, its replay and their report
+    together: rolltape view a b report.
+    """
+    try:
+        import uvicorn
+
+        from rolltape.viewer.app import make_app
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"`rolltape view` needs {error.name}", hint="pip install 'rolltape[viewer]'"
+        ) from error
+    from rolltape.viewer.security import is_loopback
+
+    if token is None and not is_loopback(host):
+        raise UsageError(
+            f"--host {host} can be reached from other machines",
+            hint="give --token TOKEN as well, or forward a port: ssh -L 8000:127.0.0.1:8000 HOST",
+        )
+    app = make_app(paths, token=token, tokenizer=tokenizer)
+    with _listen(host, port) as listener:
+        address = _address(host, listener.getsockname()[1], token)
+        click.echo(f"rolltape view: {address}  (Ctrl-C stops it)")
+        sys.stdout.flush()
+        if not no_open and _has_browser():
+            webbrowser.open(address)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        try:
+            server.run(sockets=[listener])
+        except KeyboardInterrupt:
+            return 0
+    return 0 if server.started else 1
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen on {host} port {port}: {error}", hint="choose another --port or --host"
+        ) from error
+
+
+def _address(host: str, port: int, token: str | None) -> str:
+    name = "127.0.0.1" if host == "0.0.0.0" else "[::1]" if host == "::" else host
+    name = f"[{name}]" if ":" in name and not name.startswith("[") else name
+    return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
+
+
+def _has_browser() -> bool:
+    # without a display, webbrowser would start a text browser in this terminal
+    if not sys.stdout.isatty():
+        return False
+    return sys.platform == "darwin" or any(
+        os.environ.get(v) for v in ("DISPLAY", "WAYLAND_DISPLAY")
+    )

@@ -1,0 +1,326 @@
+"""The tapes and reports that were named, and which belongs to which."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rolltape.store.errors import DamagedShardError, NotATapeError, RolltapeError, TapeError
+from rolltape.store.sequences import Routes, Sequence, Tape, open_tape
+from rolltape.store.shards import list_shards
+from rolltape.store.tape import Report, check_seal, kind_of, open_report
+from rolltape.viewer.answers import unknown
+from rolltape.viewer.vocabulary import Vocabulary, load_vocabulary
+
+#: Seconds between two looks at a tape that is still being written.
+LOOK_EVERY = 1.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A path that could not be opened; the others are served all the same."""
+
+    path: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A tape with the reports whose side A it is; or such reports alone, without their tape.
+
+    Args:
+        id: uuid of the tape, whether it is open or not.
+        name: folder name, for people.
+        tape: None when only reports name it.
+        reports: oldest first.
+    """
+
+    id: str
+    name: str
+    tape: Tape | None
+    reports: tuple[Report, ...]
+
+
+class Pair:
+    """What one page looks at: a tape, one report about it, and the report's other tape.
+
+    Args:
+        run: the run.
+        report: None before a diff was made.
+        b: the report's side B, if it is open.
+        parent: the tape that this one replays, if it is open.
+        as_b: reports whose side B this tape is, with the run that they belong to.
+        vocabulary: overrides the tokenizer of the model's folder.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        report: Report | None,
+        *,
+        b: Tape | None,
+        parent: Tape | None,
+        as_b: tuple[tuple[str, Report], ...],
+        vocabulary: Vocabulary | None,
+    ) -> None:
+        self.run = run
+        self.report = report
+        self.b = b
+        self.parent = parent
+        self.as_b = as_b
+        self._vocabulary = vocabulary
+        self._routes: dict[tuple[str, str], Routes | None] = {}
+
+    @property
+    def tape(self) -> Tape | None:
+        """Side A."""
+        return self.run.tape
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Summary of the report; empty without one."""
+        return self.report.summary if self.report is not None else {}
+
+    def side(self, name: str) -> dict[str, Any]:
+        """What the summary says of tape `a` or `b`."""
+        side = self.summary.get(name)
+        return side if isinstance(side, dict) else {}
+
+    @cached_property
+    def compared(self) -> dict[str, dict[str, Any]]:
+        """The report's `sequences` rows by sequence id of A."""
+        return {r["a"]: r for r in self.report.rows("sequences")} if self.report else {}
+
+    @cached_property
+    def token_rows(self) -> dict[str, int]:
+        """Row of the report's `tokens` table by sequence id of A."""
+        if self.report is None:
+            return {}
+        return {a: i for i, a in enumerate(self.report.table("tokens").column("a").to_pylist())}
+
+    @cached_property
+    def sequences(self) -> dict[str, Sequence]:
+        """Sequences of the tape by id, in the order they were opened."""
+        return {s.id: s for s in self.tape} if self.tape is not None else {}
+
+    @cached_property
+    def sequences_b(self) -> dict[str, Sequence]:
+        """Sequences of side B by id."""
+        return {s.id: s for s in self.b} if self.b is not None else {}
+
+    def partner(self, sequence: str) -> Sequence | None:
+        """Side B's sequence, if its tape is open."""
+        row = self.compared.get(sequence)
+        return self.sequences_b.get(row["b"]) if row else None
+
+    def routes(self, sequence: Sequence, role: str) -> Routes | None:
+        """Routes of one sequence; the last few are kept."""
+        key = (f"{sequence.tape.uuid}/{sequence.id}", role)
+        if key not in self._routes:
+            while len(self._routes) >= 4:
+                del self._routes[next(iter(self._routes))]
+            self._routes[key] = sequence.routes(role)
+        return self._routes[key]
+
+    @cached_property
+    def tokenizer(self) -> tuple[Vocabulary | None, str]:
+        """Vocabulary, and why there is none."""
+        if self._vocabulary is not None:
+            return self._vocabulary, ""
+        models = [m for t in (self.tape, self.b) if t for m in _models(t)]
+        for model in models:
+            if (Path(model) / "tokenizer.json").is_file():
+                try:
+                    return load_vocabulary(Path(model)), ""
+                except RolltapeError as error:
+                    return None, str(error)
+        where = f"no tokenizer.json in {models[0]}" if models else "the tape names no model"
+        return None, f"{where}; start the viewer with --tokenizer PATH to read text"
+
+    @cached_property
+    def seal_problems(self) -> list[str]:
+        """Shards that a seal lists and that are gone or cut."""
+        found = []
+        for tape in (t for t in (self.tape, self.b) if t is not None):
+            for entry in (tape.seal or {}).get("shards", []):
+                try:
+                    check_seal(tape.path, {"shards": [entry]})
+                except DamagedShardError as error:
+                    found.append(str(error))
+        return found
+
+    @property
+    def problems(self) -> list[str]:
+        """Damage found so far, in the order found; tables are read when they are needed."""
+        found = list(self.seal_problems)
+        for folder in (self.tape, self.b, self.report):
+            found += folder.problems if folder is not None else []
+        return list(dict.fromkeys(found))
+
+
+@dataclass
+class _Opened:
+    path: Path
+    folder: Tape | Report
+    look: tuple[Any, ...] = ()
+    looked: float = field(default=0.0)
+
+
+class Library:
+    """Everything that the viewer serves. Not thread-safe: hold `lock` around any use.
+
+    Args:
+        paths: tapes, reports, or folders that hold some.
+        tokenizer: `tokenizer.json` for every run, or None.
+        clock: seconds, monotonic.
+
+    Raises:
+        NotATapeError: a path is none of these.
+    """
+
+    def __init__(
+        self,
+        paths: Iterable[Path],
+        *,
+        tokenizer: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.failures: list[Failure] = []
+        self.generation = 0  # counts how often a tape was opened again
+        self._clock = clock
+        self._vocabulary = load_vocabulary(tokenizer) if tokenizer is not None else None
+        self._opened: dict[str, _Opened] = {}
+        self._pairs: dict[tuple[str, str], Pair] = {}
+        for path in paths:
+            for folder in _find(path):
+                self._open(folder)
+
+    def refresh(self) -> None:
+        """Open again what has grown since the last look."""
+        now = self._clock()
+        for uuid, opened in list(self._opened.items()):
+            folder = opened.folder
+            if not isinstance(folder, Tape) or folder.seal is not None:
+                continue
+            if now - opened.looked < LOOK_EVERY:
+                continue
+            opened.looked = now
+            look = _look(opened.path)
+            if look != opened.look:
+                opened.look = look
+                opened.folder = open_tape(opened.path, skip_damaged=True)
+                self._opened[uuid] = opened
+                self._pairs.clear()
+                self.generation += 1
+
+    def runs(self) -> list[Run]:
+        """Tapes in the order named, replays of them after them, then reports without a tape."""
+        tapes = {u: o.folder for u, o in self._opened.items() if isinstance(o.folder, Tape)}
+        reports: dict[str, list[Report]] = {}
+        for opened in self._opened.values():
+            if isinstance(opened.folder, Report):
+                reports.setdefault(_side(opened.folder, "a") or opened.folder.uuid, []).append(
+                    opened.folder
+                )
+        for found in reports.values():
+            found.sort(key=lambda r: str(r.header.get("created", "")))
+        runs = [
+            Run(uuid, tape.path.name, tape, tuple(reports.pop(uuid, ())))
+            for uuid, tape in tapes.items()
+        ]
+        runs.sort(key=lambda run: run.tape is not None and run.tape.parent in tapes)
+        return runs + [Run(uuid, r[0].path.name, None, tuple(r)) for uuid, r in reports.items()]
+
+    def pair(self, run_id: str, report_id: str | None) -> Pair:
+        """The run with one of its reports, by default the newest.
+
+        Raises:
+            Problem: 404, no such run or report.
+        """
+        if (run_id, report_id or "") in self._pairs:
+            return self._pairs[run_id, report_id or ""]
+        run = next((r for r in self.runs() if r.id == run_id), None)
+        if run is None:
+            raise unknown("run", run_id, "it is not among the paths that the viewer was given")
+        report = run.reports[-1] if run.reports else None
+        if report_id is not None:
+            report = next((r for r in run.reports if r.uuid == report_id), None)
+            if report is None:
+                raise unknown(
+                    "report", report_id, "it is not among the paths given, or not of this tape"
+                )
+        as_b = [(r.id, x) for r in self.runs() for x in r.reports if _side(x, "b") == run_id]
+        pair = Pair(
+            run,
+            report,
+            b=self._tape(_side(report, "b") if report is not None else None),
+            parent=self._tape(run.tape.parent if run.tape is not None else None),
+            as_b=tuple(as_b),
+            vocabulary=self._vocabulary,
+        )
+        self._pairs[run_id, report_id or ""] = pair
+        return pair
+
+    def _tape(self, uuid: str | None) -> Tape | None:
+        opened = self._opened.get(uuid) if uuid is not None else None
+        return opened.folder if opened and isinstance(opened.folder, Tape) else None
+
+    def _open(self, path: Path) -> None:
+        try:
+            folder: Tape | Report = (
+                open_tape(path, skip_damaged=True)
+                if kind_of(path) == "tape"
+                else open_report(path, skip_damaged=True)
+            )
+        except TapeError as error:
+            self.failures.append(Failure(str(path), str(error)))
+            return
+        if isinstance(folder, Report) and not isinstance(folder.header.get("summary"), dict):
+            message = f"{path / 'report.json'}: no summary; write the report anew"
+            self.failures.append(Failure(str(path), message))
+            return
+        if folder.uuid in self._opened:
+            first = self._opened[folder.uuid].path
+            if first.resolve() != path.resolve():
+                message = f"{path}: a copy of {first}, which is shown instead"
+                self.failures.append(Failure(str(path), message))
+            return
+        look = _look(path) if isinstance(folder, Tape) and folder.seal is None else ()
+        self._opened[folder.uuid] = _Opened(path, folder, look, self._clock())
+
+
+def _find(path: Path) -> list[Path]:
+    if kind_of(path) is not None:
+        return [path]
+    if not path.is_dir():
+        raise NotATapeError(
+            f"{path} is not a tape or a report",
+            hint="it is a file" if path.exists() else "no such file or folder",
+        )
+    return sorted(p for p in path.iterdir() if p.is_dir() and kind_of(p) is not None)
+
+
+def _look(path: Path) -> tuple[Any, ...]:
+    seen: list[Any] = [(path / "seal.json").exists()]
+    for table in sorted(p for p in path.iterdir() if p.is_dir()):
+        for shard in list_shards(table):
+            with suppress(FileNotFoundError):  # a live shard is renamed when it is finished
+                seen.append((table.name, shard.name, shard.stat().st_size))
+    return tuple(seen)
+
+
+def _side(report: Report, name: str) -> str | None:
+    side = report.summary.get(name)
+    uuid = side.get("uuid") if isinstance(side, dict) else None
+    return str(uuid) if uuid else None
+
+
+def _models(tape: Tape) -> list[str]:
+    return [str(row["model"]) for row in tape.engines.values() if row.get("model")]

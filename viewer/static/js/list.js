@@ -1,0 +1,162 @@
+// Sequence list: sorted and filtered by the server, one page at a time.
+
+import { getJson, runPath, scope } from './api.js';
+import { byId, h, num, put } from './dom.js';
+import { NONE, count, percent, short } from './format.js';
+import { notice, notices } from './notices.js';
+import { current, go, link, replace } from './route.js';
+import { setHidden } from './shell.js';
+
+const COLUMNS = [
+  { name: 'id', text: 'sequence' },
+  { name: 'group', text: 'group' },
+  { name: 'finish', text: 'finish' },
+  { name: 'prompt_len', text: 'prompt', n: true },
+  { name: 'response_len', text: 'response', n: true },
+  { name: 'weight_version', text: 'weights', n: true, title: 'weight version that produced the response; first to last if it changed' },
+  { name: 'compared', text: 'compared', n: true, title: 'tokens compared' },
+  { name: null, text: 'left out' },
+  { name: 'mean_abs', text: 'mean |\u0394|', n: true, title: 'nat' },
+  { name: 'max_abs', text: 'max |\u0394|', n: true, title: 'nat; the link goes to the token' },
+  { name: 'first_over', text: 'first > 0.1', n: true, title: 'first position whose |\u0394| is over 0.1 nat' },
+  { name: 'disagree_share', text: 'routing', n: true, title: 'share of routing decisions that disagree' },
+  { name: 'tokens_any_share', text: 'tokens', n: true, title: 'share of tokens with any routing disagreement' },
+];
+
+export async function openList({ state, main, signal }) {
+  const params = { ...scope(state, ['rep', 'sort', 'q', 'after']) };
+  let data = null;
+  let problem = null;
+  try {
+    data = await getJson(runPath(state, 'seqs'), params, signal);
+  } catch (error) {
+    if (!error.problem || !['q', 'sort', 'after'].includes(error.problem.field)) throw error;
+    problem = error;
+  }
+  if (signal.aborted) return {};
+  put(
+    main,
+    h('h1', {}, 'Sequences'),
+    data ? notices(data.notices, { brief: true }) : null,
+    filter(state, data, problem),
+    data ? body(state, data) : wrong(state, problem),
+  );
+  if (data) {
+    setHidden(data.total - data.matched);
+    const row = state.params.get('row');
+    const chosen = row && main.querySelector(`a[data-row="${CSS.escape(row)}"]`);
+    if (chosen) chosen.focus();
+  }
+  return { keys: keys(main) };
+}
+
+function filter(state, data, problem) {
+  const bad = problem && problem.problem.field === 'q';
+  const box = h('input', {
+    type: 'search', id: 'filter', value: state.params.get('q') || '', spellcheck: 'false', autocomplete: 'off',
+    'aria-describedby': 'filter-help', 'aria-invalid': bad ? 'true' : null, placeholder: 'max_abs>0.1 finish=length group:0-1',
+  });
+  const submit = (event) => {
+    event.preventDefault();
+    go(link(current(), { params: { q: box.value.trim(), after: null, row: null } }));
+  };
+  const counts = data ? `${count(data.matched)} of ${count(data.total)} sequences` : '';
+  return h('form', { class: 'filter', role: 'search', on: { submit } },
+    h('label', { for: 'filter' }, 'Filter'), box, h('button', {}, 'Apply'),
+    state.params.get('q') ? h('a', { href: link(state, { params: { q: null, after: null } }) }, 'Clear') : null,
+    h('span', { class: 'counts' }, counts),
+    h('p', { id: 'filter-help', class: bad ? 'hint bad' : 'hint' }, bad ? problem.message : 'Words match id, group or finish; conditions such as max_abs>0.1 or finish=length are joined by spaces.'));
+}
+
+function wrong(state, problem) {
+  const field = problem.problem.field;
+  return notice({
+    level: 'error', title: `The ${field === 'q' ? 'filter' : field} cannot be read`, text: problem.message,
+    extra: h('p', {}, h('a', { href: link(state, { params: { [field]: null } }) }, 'Show the list without it')),
+  });
+}
+
+function body(state, data) {
+  if (!data.total) {
+    return notice({ level: 'info', title: 'No sequences', text: 'The tape holds no sequence yet. A recording shows here as soon as its first request begins.' });
+  }
+  if (!data.rows.length) {
+    return notice({
+      level: 'info', title: 'The filter leaves no row',
+      text: `None of ${count(data.total)} sequences matches.`,
+      extra: h('p', {}, h('a', { href: link(state, { params: { q: null, after: null } }) }, 'Drop the filter')),
+    });
+  }
+  return [
+    h('div', { class: 'scroll' }, h('table', { class: 'data list', id: 'list' },
+      h('caption', { class: 'sr' }, `Sequences, sorted by ${data.sort}`),
+      h('thead', {}, h('tr', {}, COLUMNS.map((column) => header(state, column, data.sort)))),
+      h('tbody', {}, data.rows.map((row) => line(state, row))))),
+    h('p', { class: 'pager' },
+      `${count(data.start + 1)} to ${count(data.start + data.rows.length)} of ${count(data.matched)}`,
+      data.start ? h('a', { href: link(state, { params: { after: null, row: null } }) }, 'First page') : null,
+      data.next ? h('a', { href: link(state, { params: { after: data.next, row: null } }), id: 'next' }, 'Next page') : null),
+  ];
+}
+
+function header(state, column, sort) {
+  if (!column.name) return h('th', { scope: 'col' }, column.text);
+  const name = sort.replace(/^-/, '');
+  const down = sort.startsWith('-');
+  const here = name === column.name;
+  // numbers are looked at from the largest on, names from a to z
+  const next = here ? (down ? column.name : `-${column.name}`) : column.n ? `-${column.name}` : column.name;
+  return h('th', { scope: 'col', class: column.n ? 'n' : null, 'aria-sort': here ? (down ? 'descending' : 'ascending') : null },
+    h('a', { href: link(state, { params: { sort: next, after: null, row: null } }), title: column.title || null },
+      column.text, here ? h('span', { class: 'arrow', 'aria-hidden': 'true' }, down ? '\u25bc' : '\u25b2') : null));
+}
+
+function line(state, row) {
+  const open = link(state, { screen: 'seq', seq: row.id });
+  const at = (tok, text) => h('a', { href: link(state, { screen: 'seq', seq: row.id, params: { tok } }) }, text);
+  const weights = row.weight_version_min !== row.weight_version && row.weight_version_min !== null
+    ? `${row.weight_version_min}\u2013${row.weight_version}` : row.weight_version ?? NONE;
+  const press = (event) => {
+    if (event.target.closest('a') || String(getSelection())) return;
+    go(open);
+  };
+  return h('tr', { on: { click: press } },
+    h('th', { scope: 'row', class: 'mono' }, h('a', { href: open, 'data-row': row.id, on: { focus: () => remember(row.id) } }, row.id)),
+    h('td', { class: 'mono' }, row.group ?? NONE),
+    h('td', {}, row.finish ?? NONE),
+    num(count(row.prompt_len)), num(count(row.response_len)), num(weights),
+    num(count(row.compared)),
+    h('td', { class: 'flag left' }, leftOut(row)),
+    num(short(row.mean_abs)),
+    num(row.max_at === null ? short(row.max_abs) : at(row.max_at, short(row.max_abs))),
+    num(row.first_over === null ? NONE : at(row.first_over, String(row.first_over))),
+    num(percent(row.disagree_share)), num(percent(row.tokens_any_share)));
+}
+
+function leftOut(row) {
+  if (!row.in_report) return 'not in the report';
+  if (row.masked === null) return 'could not be compared';
+  return [[row.masked, 'masked'], [row.missing, 'missing'], [row.non_finite, 'not finite']]
+    .filter(([n]) => n).map(([n, word]) => `${count(n)} ${word}`).join(', ');
+}
+
+function remember(id) {
+  replace(link(current(), { params: { row: id } }), { quiet: true });
+}
+
+function keys(main) {
+  const links = () => [...main.querySelectorAll('a[data-row]')];
+  const move = (to) => () => {
+    const all = links();
+    const here = all.indexOf(document.activeElement);
+    const next = all[Math.min(Math.max(to(here, all.length), 0), all.length - 1)];
+    if (next) next.focus();
+  };
+  return {
+    j: move((i) => i + 1),
+    k: move((i) => (i < 0 ? 0 : i - 1)),
+    'g g': move(() => 0),
+    G: move((_, n) => n - 1),
+    '/': () => byId('filter') && byId('filter').focus(),
+  };
+}

@@ -1,0 +1,156 @@
+// Starts the page, chooses the screen for each address, hands on the keys.
+
+import { ServerGone, getJson, getTag, runPath, scope, traffic } from './api.js';
+import { byId, h, put } from './dom.js';
+import { openHome } from './home.js';
+import { reader } from './keys.js';
+import { openList } from './list.js';
+import { notice } from './notices.js';
+import { openOverview } from './overview.js';
+import { current, format, link, onChange } from './route.js';
+import { openSequence } from './sequence.js';
+import { copyLink, drawHeader, drawRail, drawStatus, setHidden, showHelp } from './shell.js';
+import { toggle } from './theme.js';
+
+const SCREENS = { home: openHome, overview: openOverview, seqs: openList, seq: openSequence };
+const POLL_MS = 3000;
+
+const main = byId('main');
+let screen = null; // {update(state): boolean, keys, close()} of the one that is open
+let abort = new AbortController();
+let runs = { runs: [], failures: [] };
+let followed = null; // what the poll has seen last
+
+async function show(state) {
+  if (screen && screen.update && screen.update(state)) {
+    decorate(state);
+    return;
+  }
+  abort.abort();
+  abort = new AbortController();
+  const { signal } = abort;
+  if (screen && screen.close) screen.close();
+  screen = null;
+  setHidden(0);
+  main.setAttribute('aria-busy', 'true');
+  try {
+    runs = await getJson('api/runs', {}, signal);
+    decorate(state);
+    const open = SCREENS[state.screen];
+    if (!open) throw new Error(`no such page: ${location.hash}`);
+    const opened = await open({ state, main, runs, signal });
+    if (signal.aborted) {
+      if (opened.close) opened.close();
+      return;
+    }
+    screen = opened;
+    followed = null;
+    await opened.ready;
+  } catch (error) {
+    if (error.name !== 'AbortError' && !signal.aborted) showError(error, state);
+  } finally {
+    if (!signal.aborted) main.removeAttribute('aria-busy');
+  }
+}
+
+function decorate(state) {
+  const run = runs.runs.find((r) => r.id === state.run);
+  drawHeader(state, run);
+  drawRail(state, runs);
+  document.title = [state.seq, run && run.name, 'rolltape'].filter(Boolean).join(' \u00b7 ');
+}
+
+function showError(error, state) {
+  if (error instanceof ServerGone) {
+    showGone();
+    return;
+  }
+  if (!error.problem) console.error(error);
+  const title = error.problem ? error.problem.title : 'This page could not be shown';
+  const up = state.screen === 'seq' ? 'seqs' : state.screen === 'seqs' ? 'overview' : 'home';
+  const back = link(state, { screen: up, seq: null, ...(up === 'home' ? { run: null } : {}), params: { sort: null, q: null } });
+  put(main, notice({ level: 'error', title, text: error.message, extra: h('p', {}, h('a', { href: back }, 'Back')) }));
+}
+
+function showGone() {
+  if (byId('gone')) return;
+  const banner = notice({
+    level: 'error',
+    title: 'The server does not answer',
+    text: 'Start `rolltape view` again with the same --port, or forward the port again. This page tries every 3 seconds.',
+    extra: h('button', { type: 'button', on: { click: retry } }, 'Retry now'),
+  });
+  banner.id = 'gone';
+  main.prepend(banner);
+}
+
+async function retry() {
+  try {
+    await getJson('api/runs');
+  } catch {
+    return; // the banner stays, the status line says why
+  }
+  const banner = byId('gone');
+  if (banner) banner.remove();
+  if (!screen) show(current());
+}
+
+// A tape that is still being written: overview and list follow it; the strip says that it grew.
+async function poll() {
+  if (traffic.gone) {
+    showGone();
+    await retry();
+    return;
+  }
+  const state = current();
+  const run = runs.runs.find((r) => r.id === state.run);
+  if (!run || run.sealed !== false || !screen) return;
+  try {
+    const tag = await getTag(runPath(state), scope(state), abort.signal);
+    const grown = followed !== null && tag !== followed;
+    followed = tag;
+    if (grown && screen && screen.grown) screen.grown(() => reopen());
+    else if (grown) reopen();
+  } catch (error) {
+    if (error instanceof ServerGone) showGone();
+    else if (error.name !== 'AbortError') drawStatus();
+  }
+}
+
+function reopen() {
+  if (screen && screen.close) screen.close();
+  screen = null;
+  show(current());
+}
+
+const read = reader();
+addEventListener('keydown', (event) => {
+  if (byId('dialog').open) return;
+  const key = read(event);
+  if (key === null) return;
+  if (key === 'Enter' && event.target.closest('a, button, summary, [role=slider]')) return;
+  const action = { c: copyLink, t: toggle, '?': showHelp, ...(screen && screen.keys) }[key];
+  if (action) {
+    event.preventDefault();
+    action();
+  }
+});
+
+byId('skip').addEventListener('click', (event) => {
+  event.preventDefault(); // the fragment belongs to the route
+  main.focus();
+});
+
+addEventListener('unhandledrejection', (event) => {
+  if (event.reason && event.reason.name === 'AbortError') event.preventDefault();
+  else if (event.reason instanceof ServerGone) {
+    event.preventDefault();
+    showGone();
+  }
+});
+
+onChange(show);
+setInterval(poll, POLL_MS);
+drawStatus();
+if (location.hash === '') history.replaceState(null, '', format({ screen: 'home' }));
+show(current());
