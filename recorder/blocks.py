@@ -161,7 +161,8 @@ def _route_piece(column: int, run: list[Forward]) -> RoutePiece:
     import torch
 
     pairs = [pair for forward in run for _, pair in sorted(forward.routes.items())]
-    ids, weights = (torch.stack([pair[half] for pair in pairs]) for half in (0, 1))
+    device = pairs[0][0].device  # the layers of a model may lie on several
+    ids, weights = (torch.stack([pair[half].to(device) for pair in pairs]) for half in (0, 1))
     return RoutePiece(
         ids=ids.unflatten(0, (len(run), -1)),
         weights=weights.unflatten(0, (len(run), -1)),

@@ -29,12 +29,12 @@ class Digest:
     """Sum over the tensors that were given.
 
     Args:
-        value: unsigned 64-bit digest.
+        value: unsigned 64-bit digest; None if some tensor is not in memory (offloaded).
         tensors: how many there were.
         elements: their elements in all.
     """
 
-    value: int
+    value: int | None
     tensors: int
     elements: int
 
@@ -83,13 +83,9 @@ def weights_digest(model: nn.Module) -> Digest:
         totals.append(tensor_digest(name, tensor))
         tensors += 1
         elements += tensor.numel()
-    value = sum(int(t) for t in totals) % (1 << 64)
+    here = not any(total.is_meta for total in totals)
+    value = sum(int(t) for t in totals) % (1 << 64) if here else None
     return Digest(value, tensors, elements)
-
-
-def model_digest(model: nn.Module) -> int:
-    """Unsigned 64-bit digest of a whole model."""
-    return weights_digest(model).value
 
 
 def weights_stamp(model: nn.Module) -> int:
@@ -101,13 +97,16 @@ def weights_stamp(model: nn.Module) -> int:
     import torch
 
     parts = xxhash.xxh3_64()
-    looks = []
+    looks: dict[torch.device, list[torch.Tensor]] = {}
     for name, tensor in named_weights(model):
         version = 0 if tensor.is_inference() else tensor._version
+        if tensor.is_meta:  # offloaded: only its version can be seen
+            parts.update(f"{name}:{version}".encode())
+            continue
         parts.update(f"{name}:{tensor.data_ptr()}:{version}".encode())
         flat = tensor.detach().reshape(-1)
         step = max(1, flat.numel() // 8)
-        looks.append(flat[::step][:8].to(torch.float64))
-    if looks:
-        parts.update(torch.cat(looks).cpu().numpy().tobytes())
+        looks.setdefault(flat.device, []).append(flat[::step][:8].to(torch.float64))
+    for seen in looks.values():
+        parts.update(torch.cat(seen).cpu().numpy().tobytes())
     return parts.intdigest()

@@ -13,6 +13,7 @@ by `rolltape.recorder.generation` in the writer thread.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
 from dataclasses import replace
@@ -42,6 +43,15 @@ BLOCK_BYTES = 32 << 20
 
 _UNRECORDED_MODES = ("_beam_search", "_assisted_decoding")
 _patches: list[tuple[Any, str, Any]] = []
+
+
+class _Running(threading.local):
+    """The innermost `generate()` call of a thread that is being recorded."""
+
+    recording: _Recording | None = None
+
+
+_running = _Running()
 
 
 def bind() -> None:
@@ -88,6 +98,7 @@ def _around_sample(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
     recording = session.safely("generate.begin", _begin, session, model, args, kwargs)
     if recording is None:
         return wrapped(*args, **kwargs)
+    outer, _running.recording = _running.recording, recording
     try:
         result = wrapped(*args, **recording.kwargs)
     except BaseException as error:
@@ -98,6 +109,7 @@ def _around_sample(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
         session.safely("generate.end", recording.end, None)
         return result
     finally:
+        _running.recording = outer
         recording.detach()
 
 
@@ -131,7 +143,8 @@ class _Engine:
         job = weights_job(self.id, self.version, digest)
         session.put(job, nbytes=1024, gap={"engine": self.id, "detail": {"table": "weights"}})
         if self.version:
-            detail = {"version": self.version, "digest": f"{digest.value:016x}"}
+            value = None if digest.value is None else f"{digest.value:016x}"
+            detail = {"version": self.version, "digest": value}
             session.event("update", engine=self.id, detail=detail)
 
 
@@ -263,7 +276,8 @@ class _Recording:
         safely = self.session.safely
 
         def hook(module: Any, *args: Any) -> None:
-            if self._listening:
+            # the model may run for another thread too, or for a call inside of this one
+            if self._listening and _running.recording is self:
                 safely(name, look, *first, *args)
 
         return hook

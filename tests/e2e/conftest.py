@@ -15,7 +15,6 @@ import pytest
 
 from tests.e2e.viewer_data import Scene, build
 
-ARTIFACTS = Path(__file__).resolve().parents[1] / "artifacts" / "viewer"
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
 
 
@@ -93,3 +92,36 @@ def browser() -> Iterator[Any]:
         )
         yield launched
         launched.close()
+
+
+@pytest.fixture
+def tab(browser: Any, served: Served) -> Iterator[Any]:
+    """One page on the common scene; nothing may go wrong in it."""
+    from tests.e2e.viewer_tab import Tab
+
+    it = Tab(browser, served)
+    yield it
+    it.context.close()
+    assert it.trouble == []
+
+
+@pytest.fixture
+def tab_of(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Pages on servers of the test's own."""
+    from tests.e2e.viewer_tab import Tab
+
+    tabs: list[Tab] = []
+
+    def make(served: Served, **options: Any) -> Tab:
+        tabs.append(Tab(browser, served, **options))
+        return tabs[-1]
+
+    yield make
+    for it in tabs:
+        it.context.close()
+        assert it.trouble == []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fresh_pictures() -> None:
+    shutil.rmtree(Path(__file__).resolve().parents[1] / "artifacts" / "viewer", ignore_errors=True)

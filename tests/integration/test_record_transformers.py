@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -458,6 +459,37 @@ def test_a_call_that_fails_before_the_first_token_is_an_empty_sequence(
     assert len(tape) == 6
     for sequence in tape:
         assert sequence.finish == "error" and sequence.length == sequence.prompt_len
+
+
+def test_calls_in_other_threads_and_inside_of_calls_stay_apart(tmp_path: Path) -> None:
+    """One model, four calls at once, each of which calls again from its stopping criteria."""
+    model = make_model("qwen3_moe")
+    prompts = [torch.arange(5 + i, 12 + 2 * i, device=DEVICE)[None] for i in range(4)]
+    options = {"do_sample": False, "max_new_tokens": 6}
+    inner = torch.tensor([[7, 8, 9]], device=DEVICE)
+
+    class Again:
+        def __call__(self, ids: Any, scores: Any, **kwargs: Any) -> Any:
+            model.generate(inner, do_sample=False, max_new_tokens=2)
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    def job(ids: Any) -> None:
+        model.generate(ids, **options, stopping_criteria=[Again()])
+
+    oracles = [Oracle(model, {"input_ids": ids}, **options) for ids in prompts]
+    with rolltape.record(tmp_path / "a"):
+        threads = [threading.Thread(target=job, args=(ids,)) for ids in prompts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    tape = rolltape.open(tmp_path / "a")
+    assert len(tape) == 4 + 4 * 6 and not tape.rows("events")
+    by_length = {s.length: s for s in tape}
+    for ids, oracle in zip(prompts, oracles, strict=True):
+        sequence = by_length[ids.shape[1] + 6]
+        np.testing.assert_array_equal(sequence.tokens.values, oracle.sequences[0].numpy())
+        check_routes(oracle, sequence, 0)
 
 
 def test_what_is_not_recorded_leaves_a_gap_with_the_reason(
