@@ -7,7 +7,7 @@ import { reader } from './keys.js';
 import { openList } from './list.js';
 import { notice } from './notices.js';
 import { openOverview } from './overview.js';
-import { current, format, link, onChange } from './route.js';
+import { current, format, link, onChange, replace } from './route.js';
 import { openSequence } from './sequence.js';
 import { copyLink, drawHeader, drawRail, drawStatus, setHidden, showHelp } from './shell.js';
 import { toggle } from './theme.js';
@@ -35,6 +35,7 @@ async function show(state) {
   main.setAttribute('aria-busy', 'true');
   try {
     runs = await getJson('api/runs', {}, signal);
+    state = named(state);
     decorate(state);
     const open = SCREENS[state.screen];
     if (!open) throw new Error(`no such page: ${location.hash}`);
@@ -51,6 +52,15 @@ async function show(state) {
   } finally {
     if (!signal.aborted) main.removeAttribute('aria-busy');
   }
+}
+
+// A run with several reports names the one that is shown in its address: a link that is passed on must
+// not change its meaning when another report is added.
+function named(state) {
+  const run = runs.runs.find((r) => r.id === state.run);
+  if (!run || run.reports.length < 2 || state.params.get('rep')) return state;
+  replace(link(state, { params: { rep: run.report } }), { quiet: true });
+  return current();
 }
 
 function decorate(state) {
