@@ -46,16 +46,18 @@ PYTHON
 
 say "5. Look at it (the demo took $((SECONDS - started)) s)"
 if [ -t 0 ] && [ -z "${CI:-}" ]; then
-  rolltape view "$OUT/rollout" "$OUT/live" "$OUT/ids" "$OUT/live-report" "$OUT/ids-report"
+  rolltape view "$OUT"
 else # nobody is there to look: start the viewer, fetch its page, stop
-  "$PY" -m rolltape view --no-open "$OUT"/{rollout,live,ids,live-report,ids-report} >"$OUT/viewer.log" &
+  log=$(mktemp)
+  "$PY" -m rolltape view --no-open "$OUT" >"$log" &
   viewer=$!
-  trap 'kill -INT $viewer 2>/dev/null || true' EXIT
-  for _ in $(seq 100); do
-    address=$(sed -n 's/^rolltape view: \(http[^ ]*\).*/\1/p' "$OUT/viewer.log")
+  trap 'kill -INT $viewer 2>/dev/null || true; rm -f "$log"' EXIT
+  address=
+  for _ in $(seq 300); do
+    address=$(sed -n 's/^rolltape view: \(http[^ ]*\).*/\1/p' "$log")
     [ -z "$address" ] || break
     sleep 0.1
   done
   "$PY" -c 'import sys, urllib.request as r; assert b"rolltape" in r.urlopen(sys.argv[1]).read()' "$address"
-  echo "the viewer answered at $address; to look: $PY -m rolltape view $OUT/*"
+  echo "the viewer answered at $address; to look: $PY -m rolltape view $OUT"
 fi
