@@ -126,7 +126,7 @@ def stack_block(
     small = {
         name: torch.stack([getattr(step, name) for step in steps])
         for name in _SMALL
-        if steps and getattr(steps[0], name) is not None
+        if steps and all(getattr(step, name) is not None for step in steps)
     }
     column = call.width + first - sum(f.columns for f in steps[0].forwards) if steps else 0
     runs: list[tuple[int, list[Forward]]] = []

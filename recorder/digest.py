@@ -91,8 +91,9 @@ def weights_digest(model: nn.Module) -> Digest:
 def weights_stamp(model: nn.Module) -> int:
     """A cheap sign that weights may have changed: storage, version counters, a few elements.
 
-    In-place updates move the version counter, assignments move the storage, and writes through
-    `.data` show in the elements that are looked at (eight a tensor).
+    In-place updates move the version counter, assignments move the storage. A write through `.data`
+    does neither: it shows only if it changes an element that is looked at, eight of every slice
+    along the first axis for tensors of three axes (experts), eight of every other tensor.
     """
     import torch
 
@@ -104,9 +105,10 @@ def weights_stamp(model: nn.Module) -> int:
             parts.update(f"{name}:{version}".encode())
             continue
         parts.update(f"{name}:{tensor.data_ptr()}:{version}".encode())
-        flat = tensor.detach().reshape(-1)
-        step = max(1, flat.numel() // 8)
-        looks.setdefault(flat.device, []).append(flat[::step][:8].to(torch.float64))
-    for seen in looks.values():
-        parts.update(torch.cat(seen).cpu().numpy().tobytes())
+        slices = tensor.detach().reshape(len(tensor) if tensor.ndim > 2 else 1, -1)
+        step = max(1, slices.shape[1] // 8)
+        seen = slices[:, ::step][:, :8].to(torch.float64).reshape(-1)
+        looks.setdefault(seen.device, []).append(seen)
+    for parts_seen in looks.values():
+        parts.update(torch.cat(parts_seen).cpu().numpy().tobytes())
     return parts.intdigest()

@@ -17,7 +17,7 @@ from rolltape.recorder.blocks import Block, Call
 from rolltape.recorder.session import Job
 from rolltape.store import TapeWriter, codecs, token_digest
 from rolltape.store.columns import ragged
-from rolltape.store.schema import SEMANTICS, SUPPORT_EXPLICIT, SUPPORT_FULL
+from rolltape.store.schema import SEMANTICS, SUPPORT_EXPLICIT, SUPPORT_FULL, SUPPORT_UNRECORDED
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +159,8 @@ def _write_supports(writer: TapeWriter, call: Call, block: Block, arrays: _Array
     sizes, ids, full = _kept_sets(call, block, arrays)
     sizes, full = np.where(arrays.own & ~full, sizes, 0), full[arrays.own]
     lengths = arrays.counts[arrays.rows]
-    state = np.where(full, SUPPORT_FULL, SUPPORT_EXPLICIT)
+    unseen = arrays.support is None and not call.sampling.greedy
+    state = np.where(full, SUPPORT_FULL, SUPPORT_UNRECORDED if unseen else SUPPORT_EXPLICIT)
     writer.append(
         "supports",
         {
@@ -182,7 +183,8 @@ def _kept_sets(
     if call.sampling.greedy:
         return np.ones(shape, np.int64), arrays.token.T[arrays.own], np.zeros(shape, bool)
     if arrays.support is None:
-        return np.zeros(shape, np.int64), np.zeros(0, np.uint32), np.ones(shape, bool)
+        whole = np.full(shape, not call.sampling.cuts)
+        return np.zeros(shape, np.int64), np.zeros(0, np.uint32), whole
     where = _nonzero_bytes(arrays.support)
     bits = np.unpackbits(arrays.support.reshape(-1)[where, None], axis=1, bitorder="little")
     byte, bit = np.nonzero(bits)
@@ -266,7 +268,8 @@ def _write_steps(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays) 
             "kind": pa.array(_KINDS).take(pa.array(np.concatenate([k for *_, k in spans]))),
             "pad_left": np.tile(call.pad_left, times),
             "weight_version": call.weight_version,
-            "kv_source": "own",
+            # a cache that was passed in was filled by an earlier call
+            "kv_source": "shared" if call.cached else "own",
         },
     )
 
@@ -296,7 +299,8 @@ def _write_routes(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays)
         if block.first == 0 and call.cached > pad:
             missing.append([0, call.cached - pad, None, "cached"])
         for index in np.flatnonzero(~valid[span].all(0)):
-            missing.append([begin - pad, end - begin, call.layers[index], call.route_gap])
+            for start, n in _runs(~valid[span, index]):
+                missing.append([begin - pad + start, n, call.layers[index], call.route_gap])
         if b in ending:
             missing.append([ending[b][0] - 1, 1, None, "last"])
         rows.append(b)
@@ -328,6 +332,12 @@ def _write_routes(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays)
     )
 
 
+def _runs(flags: np.ndarray) -> list[tuple[int, int]]:
+    """(start, length) of every run of true values."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))
+    return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
 def _route_columns(call: Call, block: Block) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
     """Routes of the columns that this block ran for the first time.
 
@@ -336,7 +346,7 @@ def _route_columns(call: Call, block: Block) -> tuple[int, np.ndarray, np.ndarra
         valid [columns, layers]).
     """
     end = call.width + block.first + block.steps - 1
-    begin = call.seen_columns if call.seen_columns >= 0 else call.cached
+    seen = begin = call.seen_columns if call.seen_columns >= 0 else call.cached
     shape = (call.rows, max(0, end - begin), len(call.layers), call.k)
     ids = np.zeros(shape, codecs.route_dtype(call.num_experts))
     weights = np.zeros(shape, np.float32)
@@ -344,7 +354,7 @@ def _route_columns(call: Call, block: Block) -> tuple[int, np.ndarray, np.ndarra
     for piece in block.routes:
         forwards, layers = piece.ids.shape[:2]
         stop = piece.column + forwards * piece.columns
-        fresh = max(piece.column, begin)  # what a recompute repeats is not the behaviour record
+        fresh = max(piece.column, seen)  # what a recompute repeats is not the behaviour record
         if fresh >= stop:
             continue
         span = slice(fresh - begin, stop - begin)
@@ -354,6 +364,7 @@ def _route_columns(call: Call, block: Block) -> tuple[int, np.ndarray, np.ndarra
             part = np.reshape(part, (call.rows, stop - piece.column, layers, call.k))
             target[:, span, list(piece.indexes)] = part[:, fresh - piece.column :]
         valid[span, list(piece.indexes)] = True
+        seen = stop
     call.seen_columns = end
     return begin, ids, weights, valid
 

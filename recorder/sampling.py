@@ -17,6 +17,7 @@ _TRUNCATING = {
 }
 _TEMPERATURE = "TemperatureLogitsWarper"
 _EDIT_ARGUMENT = {"RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty")}
+_KEEPS_ALL = "repetition_penalty="
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Sampling:
     settings: dict[str, Any]
     eos: tuple[int, ...]
     max_length: int | None
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some token ids may be left out: by truncation, or by an edit that bans them."""
+        return bool(self.truncation) or any(not e.startswith(_KEEPS_ALL) for e in self.edits)
 
 
 def read_sampling(config: Any, processors: Any) -> Sampling:
@@ -80,7 +86,11 @@ def _describe(item: Any, name: str) -> str:
     elif name in _EDIT_ARGUMENT:
         label, argument = _EDIT_ARGUMENT[name]
     else:
-        return name
+        plain = {
+            k: v for k, v in sorted(vars(item).items()) if isinstance(v, bool | int | float | str)
+        }
+        inside = ", ".join(f"{key}={value}" for key, value in plain.items())
+        return f"{name}({inside})" if inside else name
     value = getattr(item, argument, None)
     return name if value is None else f"{label}={float(value):g}"
 

@@ -105,6 +105,8 @@ class Session:
         """Record an event; small, and never dropped for want of room."""
         row = {"t_ns": time.time_ns(), "kind": kind, "detail": detail, **columns}
         with self._lock:
+            if self._dead:  # nobody will write it, and it must not pile up
+                return
             self._gaps.append(row)
         self.put(lambda writer: None, nbytes=0, gap={"detail": {}})
 
@@ -255,6 +257,7 @@ def start(tape: Path, options: Options) -> Session:
     """Make a session the active one of this process."""
     global _active
     _active = Session(tape, options)
+    _stop_in_multiprocessing_children()
     return _active
 
 
@@ -272,15 +275,26 @@ def start_from_env() -> Session | None:
     if _active is None and tape:
         start(Path(tape), Options.from_environment())
         atexit.register(stop)
-        _stop_in_multiprocessing_children()
     return _active
 
 
+class _Mark:
+    """Something for multiprocessing to hold on to."""
+
+
+_mark = _Mark()
+
+
 def _stop_in_multiprocessing_children() -> None:
-    # children of multiprocessing leave by os._exit: only these finalizers run there
+    # Children of multiprocessing leave by os._exit: only its finalizers run there, and a forked
+    # child forgets those of its parent first.
     from multiprocessing import util
 
-    util.Finalize(None, stop, exitpriority=1)
+    def finalize(_: _Mark) -> None:
+        util.Finalize(None, stop, exitpriority=1)
+
+    finalize(_mark)
+    util.register_after_fork(_mark, finalize)
 
 
 def _after_fork() -> None:
@@ -288,7 +302,6 @@ def _after_fork() -> None:
     global _active
     if _active is not None:
         _active = Session(_active.tape, _active.options)
-        _stop_in_multiprocessing_children()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -24,7 +24,7 @@ import torch
 import wrapt
 
 from rolltape.recorder.blocks import Block, Call, Forward, StepData, stack_block
-from rolltape.recorder.digest import weights_digest, weights_stamp
+from rolltape.recorder.digest import Digest, weights_digest, weights_stamp
 from rolltape.recorder.facts import experts_implementation, model_facts, sdpa_backends
 from rolltape.recorder.generation import block_job, opening_job
 from rolltape.recorder.moe import MoeBlock, decoder_layers, find_moe_blocks
@@ -41,7 +41,10 @@ BLOCK_SECONDS = 1.0
 BLOCK_STEPS = 256
 BLOCK_BYTES = 32 << 20
 
-_UNRECORDED_MODES = ("_beam_search", "_assisted_decoding")
+_UNRECORDED_MODES = ("_beam_search", "_assisted_decoding", "generate_batch")
+#: What `_sample` calls before the model runs, and nobody else; between these and the first logits
+#: processor a forward is its own, anything else comes from a streamer or a stopping criterion.
+_BEFORE_FORWARDS = ("_prefill", "_has_unfinished_sequences")
 _patches: list[tuple[Any, str, Any]] = []
 
 
@@ -49,9 +52,11 @@ class _Running(threading.local):
     """The innermost `generate()` call of a thread that is being recorded."""
 
     recording: _Recording | None = None
+    drafting: bool = False  # inside of a mode that is not recorded: its `_sample` calls are drafts
 
 
 _running = _Running()
+_gated = False  # whether this version has what `_BEFORE_FORWARDS` names
 
 
 def bind() -> None:
@@ -61,6 +66,10 @@ def bind() -> None:
     from transformers.generation.utils import GenerationMixin
 
     _patch(GenerationMixin, "_sample", _around_sample)
+    global _gated
+    _gated = all(hasattr(GenerationMixin, name) for name in _BEFORE_FORWARDS)
+    for name in _BEFORE_FORWARDS if _gated else ():
+        _patch(GenerationMixin, name, _before_forwards)
     for mode in _UNRECORDED_MODES:
         if hasattr(GenerationMixin, mode):
             _patch(GenerationMixin, mode, _around_unrecorded)
@@ -73,7 +82,8 @@ def unbind() -> None:
         setattr(owner, name, original)
 
 
-def _patch(owner: Any, name: str, around: Any) -> None:
+def _patch(mixin: Any, name: str, around: Any) -> None:
+    owner = next(c for c in mixin.__mro__ if name in vars(c))
     original = owner.__dict__[name]
     _patches.append((owner, name, original))
     setattr(owner, name, wrapt.FunctionWrapper(original, around))
@@ -88,12 +98,23 @@ def _around_unrecorded(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
     if session is not None:
         detail = {"reason": f"decoding mode {wrapped.__name__} is not recorded"}
         session.event("gap", detail=detail)
+    outer, _running.drafting = _running.drafting, True
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        _running.drafting = outer
+
+
+def _before_forwards(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
+    recording = _running.recording
+    if recording is not None and recording.model is model:
+        recording.expecting = True
     return wrapped(*args, **kwargs)
 
 
 def _around_sample(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
     session = _session()
-    if session is None:
+    if session is None or _running.drafting:
         return wrapped(*args, **kwargs)
     recording = session.safely("generate.begin", _begin, session, model, args, kwargs)
     if recording is None:
@@ -126,6 +147,7 @@ class _Engine:
         self.steps = itertools.count()
         self.version = -1
         self.stamp: int | None = None
+        self.digest: Digest | None = None
         session.put(
             engine_job(self.id, "rollout", "transformers", model_facts(model)),
             nbytes=4096,
@@ -138,8 +160,11 @@ class _Engine:
         if stamp == self.stamp:
             return
         self.stamp = stamp
-        self.version += 1
         digest = weights_digest(model)
+        if digest == self.digest and digest.value is not None:
+            return  # moved, or written with what was there
+        self.digest = digest
+        self.version += 1
         job = weights_job(self.id, self.version, digest)
         session.put(job, nbytes=1024, gap={"engine": self.id, "detail": {"table": "weights"}})
         if self.version:
@@ -159,8 +184,10 @@ def _engine_of(session: Session, model: Any) -> _Engine:
 
 
 def _begin(session: Session, model: Any, args: Any, kwargs: Any) -> _Recording | None:
-    input_ids = args[0] if args else kwargs["input_ids"]
-    mask = kwargs.get("attention_mask")
+    if len(args) != 1 or not {"stopping_criteria", "generation_config"} <= kwargs.keys():
+        session.event("gap", detail={"reason": "`_sample` was called in an unknown way"})
+        return None
+    input_ids, mask = args[0], kwargs.get("attention_mask")
     problem = _unsupported(model, input_ids, mask, kwargs)
     if problem:
         session.event("gap", detail={"reason": problem})
@@ -185,21 +212,21 @@ def _unsupported(model: Any, input_ids: Any, mask: Any, kwargs: Any) -> str | No
 class _Probe:
     """A logits processor that looks and passes the scores on."""
 
-    def __init__(self, session: Session, name: str, look: Any) -> None:
-        self._session, self._name, self._look = session, name, look
+    def __init__(self, look: Any) -> None:
+        self._look = look
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._session.safely(self._name, self._look, scores)
+        self._look(scores)
         return scores
 
 
-def _watched(criteria: Any, session: Session, look: Any) -> Any:
+def _watched(criteria: Any, look: Any) -> Any:
     """The same stopping criteria, which also show their answer."""
 
     class Watched(type(criteria)):  # type: ignore[misc]
         def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
             done = super().__call__(input_ids, scores, **kwargs)
-            session.safely("generate.token", look, input_ids, done)
+            look(input_ids, done)
             return done
 
     return Watched(criteria)
@@ -241,7 +268,8 @@ class _Recording:
         self._nbytes = 0
         self._first = 0
         self._since = time.monotonic()
-        self._listening = True
+        self.expecting = not _gated
+        self._broken = False
         self._forwards: list[Forward] = []
         self._raw: torch.Tensor | None = None
         self._scaled: torch.Tensor | None = None
@@ -249,14 +277,16 @@ class _Recording:
         self._support: torch.Tensor | None = None
         self._alive: torch.Tensor | None = None
         self._handles: list[Any] = []
-        self._put(opening_job(self.call), nbytes=self.call.prompts.nbytes, start=0, n=ids.shape[1])
-        if not compiled:
-            self._attach()
+        opening = {"engine": engine.id, "detail": {"call": self.call.number, "table": "sequences"}}
+        session.put(opening_job(self.call), nbytes=self.call.prompts.nbytes, gap=opening)
+        on_token = self._isolated("generate.token", self._on_token)
         self.kwargs = {
             **kwargs,
             "logits_processor": self._probed(kwargs.get("logits_processor")),
-            "stopping_criteria": _watched(kwargs["stopping_criteria"], session, self._on_token),
+            "stopping_criteria": _watched(kwargs["stopping_criteria"], on_token),
         }
+        if not compiled:
+            self._attach()
 
     # -- places to stand ------------------------------------------------------------------
 
@@ -272,15 +302,36 @@ class _Recording:
                 look = self._guarded("generate.layers", self._on_layer, f"layers.{number}.out")
                 add(layer.register_forward_hook(look))
 
+    def _isolated(self, name: str, look: Any) -> Any:
+        """`look`, whose errors end the recording of this call but never the call.
+
+        Going on after one would put later tokens and routes at wrong positions.
+        """
+
+        def isolated(*args: Any) -> None:
+            if not self._broken and self.session.safely(name, _done, look, *args) is None:
+                self._give_up(name)
+
+        return isolated
+
     def _guarded(self, name: str, look: Any, *first: Any) -> Any:
-        safely = self.session.safely
+        isolated = self._isolated(name, look)
 
         def hook(module: Any, *args: Any) -> None:
             # the model may run for another thread too, or for a call inside of this one
-            if self._listening and _running.recording is self:
-                safely(name, look, *first, *args)
+            if self.expecting and _running.recording is self:
+                isolated(*first, *args)
 
         return hook
+
+    def _give_up(self, name: str) -> None:
+        self._broken = True
+        detail = {
+            "reason": f"{name} failed or is disabled: the rest of this call is not recorded",
+            "call": self.call.number,
+            "first_step": self._first + len(self._steps),
+        }
+        self.session.event("gap", engine=self.engine.id, detail=detail)
 
     def detach(self) -> None:
         """Take every hook away."""
@@ -292,9 +343,14 @@ class _Recording:
 
         items = list(processors or ())
         split = self.sampling.first_truncation
-        raw = _Probe(self.session, "generate.raw", self._on_raw)
-        scaled = _Probe(self.session, "generate.scaled", self._on_scaled)
-        last = _Probe(self.session, "generate.processed", self._on_processed)
+        raw, scaled, last = (
+            _Probe(self._isolated(f"generate.{name}", look))
+            for name, look in (
+                ("raw", self._on_raw),
+                ("scaled", self._on_scaled),
+                ("processed", self._on_processed),
+            )
+        )
         return LogitsProcessorList([raw, *items[:split], scaled, *items[split:], last])
 
     # -- what they see --------------------------------------------------------------------
@@ -327,7 +383,7 @@ class _Recording:
         self._forwards[-1].layers[site] = kept
 
     def _on_raw(self, scores: torch.Tensor) -> None:
-        self._listening = False
+        self.expecting = False
         self.vocab = int(scores.shape[-1])
         self._raw = torch.log_softmax(scores, -1)
 
@@ -336,18 +392,17 @@ class _Recording:
         self._scaled = self._raw if same else torch.log_softmax(scores, -1)
 
     def _on_processed(self, scores: torch.Tensor) -> None:
-        self._listening = True
         if self.sampling.greedy:
-            self._processed = None
-        elif not self.sampling.truncation:
-            self._processed = self._scaled
-        else:
+            return
+        self._processed = self._scaled
+        if self.sampling.truncation:
             self._processed = torch.log_softmax(scores, -1)
+        if self.sampling.cuts:
             self._support = _pack(scores)
             self._nbytes += self._support.nbytes
 
     def _on_token(self, input_ids: torch.Tensor, done: torch.Tensor) -> None:
-        token = input_ids[:, -1:]
+        token = input_ids[:, -1:].clone()  # a view would keep all of input_ids alive
         raw, scaled, processed = (
             None if lp is None else lp.gather(-1, token).squeeze(-1)
             for lp in (self._raw, self._scaled, self._processed)
@@ -366,6 +421,7 @@ class _Recording:
         )
         self._alive = self._alive & ~done
         self._forwards, self._support = [], None
+        self.expecting = not _gated
         self._raw = self._scaled = self._processed = None
         self._steps.append(step)
         self._nbytes += 32 * token.nbytes + self._route_bytes(step.forwards)
@@ -384,29 +440,40 @@ class _Recording:
     # -- handing over ---------------------------------------------------------------------
 
     def end(self, finish: str | None) -> None:
-        """Hand over what is left; `finish` names the end of rows that had not ended."""
-        self._hand_over(finish, closing=True)
+        """Hand over what is left; `finish` names the end of rows that had not ended.
+
+        A call whose recording was given up is left open: how long it became is not known.
+        """
+        self._hand_over(finish, closing=not self._broken)
 
     def _hand_over(self, finish: str | None, *, closing: bool) -> None:
         first, steps, nbytes = self._first, self._steps, self._nbytes
         self._first, self._steps, self._nbytes = first + len(steps), [], 0
-        block = stack_block(
-            self.call, first, steps, vocab=self.vocab, finish=finish, closing=closing
-        )
-        job = block_job(self.call, _to_host(block))
-        self._put(job, nbytes=nbytes, start=first, n=len(steps))
         self._since = time.monotonic()
+        try:
+            block = stack_block(
+                self.call, first, steps, vocab=self.vocab, finish=finish, closing=closing
+            )
+            job = block_job(self.call, _to_host(block))
+        except Exception:
+            self.session.event("gap", **self._gap(first, len(steps)))
+            raise
+        self.session.put(job, nbytes=nbytes, gap=self._gap(first, len(steps)))
 
-    def _put(self, job: Any, *, nbytes: int, start: int, n: int) -> None:
-        detail = {"call": self.call.number, "first_step": start, "steps": n}
-        gap = {"engine": self.engine.id, "detail": detail}
-        self.session.put(job, nbytes=nbytes, gap=gap)
+    def _gap(self, first: int, steps: int) -> dict[str, Any]:
+        detail = {"call": self.call.number, "first_step": first, "steps": steps}
+        return {"engine": self.engine.id, "detail": detail}
+
+
+def _done(look: Any, *args: Any) -> bool:
+    look(*args)
+    return True
 
 
 def _pack(scores: torch.Tensor) -> torch.Tensor:
     """Bitmap [rows, ceil(V / 8)] of scores that are not -inf; bit i of byte j is 8 j + i."""
     if scores.device.type == "cpu":
-        kept = scores.numpy() != -np.inf
+        kept = scores.float().numpy() != -np.inf
         return torch.from_numpy(np.packbits(kept, axis=-1, bitorder="little"))
     kept_bytes = torch.nn.functional.pad(scores != -torch.inf, (0, -scores.shape[-1] % 8))
     # eight bytes of 0 or 1 as one integer; the product moves bit 8 i to bit 56 + i, and no two

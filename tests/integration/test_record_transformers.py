@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from pathlib import Path
@@ -368,7 +369,7 @@ def test_layer_outputs_are_those_of_the_model(tiny_moe: Any, prompts: Any, tmp_p
 
 
 @pytest.mark.parametrize(
-    "hook", ["_on_raw", "_on_processed", "_on_token", "_on_experts", "_on_forward", "_put"]
+    "hook", ["_on_raw", "_on_processed", "_on_token", "_on_experts", "_on_forward", "_hand_over"]
 )
 def test_a_hook_that_raises_leaves_the_job_alone_and_a_record_of_it(
     tiny_moe: Any, prompts: Any, tmp_path: Path, monkeypatch: Any, hook: str, capfd: Any
@@ -407,7 +408,7 @@ def test_a_full_queue_drops_whole_blocks_and_says_which(
 ) -> None:
     monkeypatch.setattr(adapter, "BLOCK_STEPS", 2)
     real = session.Session.put
-    full = iter([False, False, False, True])  # engine, weights, prompts pass; first block does not
+    full = iter([False, False, True])  # the third block does not fit
 
     def put(self: Any, job: Any, *, nbytes: int, gap: Any) -> bool:
         if "first_step" in gap["detail"] and next(full, False):
@@ -490,6 +491,137 @@ def test_calls_in_other_threads_and_inside_of_calls_stay_apart(tmp_path: Path) -
         sequence = by_length[ids.shape[1] + 6]
         np.testing.assert_array_equal(sequence.tokens.values, oracle.sequences[0].numpy())
         check_routes(oracle, sequence, 0)
+
+
+class Streamer:
+    """Runs the model for itself whenever it gets tokens."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def put(self, value: Any) -> None:
+        self.model(torch.tensor([[9, 8, 7, 6, 5]], device=DEVICE))
+
+    def end(self) -> None:
+        self.put(None)
+
+
+def test_forwards_of_a_streamer_are_not_taken_for_those_of_the_call(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe")
+    inputs = {"input_ids": torch.arange(5, 12, device=DEVICE)[None]}
+    options = {"do_sample": False, "max_new_tokens": 6}
+    oracle = Oracle(model, inputs, **options)
+    with rolltape.record(tmp_path / "a"), torch.no_grad():
+        model.generate(**inputs, **options, streamer=Streamer(model))
+    tape = rolltape.open(tmp_path / "a")
+    check_against(oracle, tape)
+    assert {r["kind"] for r in tape.rows("forwards")} == {"prefill", "decode"}
+
+
+def test_after_a_fault_nothing_wrong_is_recorded(
+    tiny_moe: Any, prompts: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A fault in the middle of a call: what stands in the tape is right, the rest is missing."""
+    options = {**SAMPLE, "top_k": 20}
+    oracle = Oracle(tiny_moe, prompts, **options)
+    real, count = adapter._Recording._on_token, iter(range(100))
+
+    def faulty(self: Any, *args: Any) -> None:
+        if next(count) == 5:
+            raise RuntimeError("injected fault")
+        real(self, *args)
+
+    monkeypatch.setattr(adapter._Recording, "_on_token", faulty)
+    with rolltape.record(tmp_path / "a"):
+        for _ in range(2):  # the second call is healthy
+            torch.manual_seed(5)
+            tiny_moe.generate(**prompts, **options)
+    tape = rolltape.open(tmp_path / "a")
+    (gap,) = [e for e in tape.rows("events") if e["kind"] == "gap"]
+    assert '"first_step": 5' in gap["detail"]
+    for sequence in tape:
+        row = int(sequence.key.request.split("-")[1])
+        whole = sequence.key.request.startswith("1-")
+        assert sequence.finish == ("length" if whole else "open")
+        assert sequence.length - sequence.prompt_len == (12 if whole else 5)
+        expected = oracle.sequences[row, oracle.pad(row) :][: sequence.length].numpy()
+        np.testing.assert_array_equal(sequence.tokens.values, expected)
+        supports = sequence.supports()
+        assert supports is not None
+        assert (supports.state[sequence.prompt_len :] == SUPPORT_EXPLICIT).all()
+
+
+def test_a_support_that_could_not_be_seen_is_unrecorded_not_full(
+    tiny_moe: Any, prompts: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    def broken(*args: Any) -> None:
+        raise RuntimeError("injected fault")
+
+    monkeypatch.setattr(adapter, "_pack", broken)
+    _, tape = recorded(tiny_moe, prompts, tmp_path / "a", **SAMPLE, top_k=20)
+    for sequence in tape:
+        supports = sequence.supports()
+        assert supports is None or not (supports.state == SUPPORT_FULL).any()
+
+
+def test_ids_that_an_edit_bans_are_not_in_the_support(
+    tiny_moe: Any, prompts: Any, tmp_path: Path
+) -> None:
+    banned = list(range(100, 2000))
+    _, tape = recorded(tiny_moe, prompts, tmp_path / "a", **SAMPLE, top_k=0, suppress_tokens=banned)
+    for sequence in tape:
+        supports = sequence.supports()
+        assert supports is not None
+        kept = supports.at(sequence.length - 1)
+        assert kept is not None and len(kept) == 4096 - len(banned)
+        assert not np.isin(banned, kept).any()
+
+
+def test_without_a_cache_the_first_pass_is_the_record(tiny_moe: Any, tmp_path: Path) -> None:
+    inputs = {"input_ids": torch.arange(5, 12, device=DEVICE)[None]}
+    options = {"do_sample": False, "max_new_tokens": 30, "use_cache": False, "pad_token_id": 1}
+    oracle = Oracle(tiny_moe, inputs, **options)
+    _, tape = recorded(tiny_moe, inputs, tmp_path / "a", **options)
+    routes = next(iter(tape)).routes()
+    assert routes is not None
+    for position in range(36):
+        for index, calls in enumerate(oracle.calls):
+            ids = calls[max(0, position - 6)][0]  # the forward that ran it first
+            np.testing.assert_array_equal(routes.ids[position, index], ids[position].numpy())
+
+
+def test_a_weight_that_moves_but_does_not_change_is_no_new_version(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe")
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]], device=DEVICE)}
+    experts = model.model.layers[1].mlp.experts.gate_up_proj
+    with rolltape.record(tmp_path / "a"):
+        model.generate(**inputs, do_sample=False, max_new_tokens=2)
+        experts.data = experts.data.clone()
+        model.generate(**inputs, do_sample=False, max_new_tokens=2)
+        experts.data[3].add_(0.5)  # one expert, behind autograd's back
+        model.generate(**inputs, do_sample=False, max_new_tokens=2)
+    tape = rolltape.open(tmp_path / "a")
+    assert [r["version"] for r in tape.rows("weights")] == [0, 1]
+    assert [s.weight_version.values[-1] for s in tape] == [0, 0, 1]
+
+
+def test_drafts_of_an_assistant_are_not_rollouts(tmp_path: Path) -> None:
+    model, assistant = make_model("qwen3_moe"), make_model("qwen3_moe", num_hidden_layers=1)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]], device=DEVICE)}
+    with rolltape.record(tmp_path / "a"):
+        model.generate(**inputs, do_sample=False, max_new_tokens=4, assistant_model=assistant)
+    tape = rolltape.open(tmp_path / "a")
+    assert len(tape) == 0
+    (event,) = tape.rows("events")
+    assert "_assisted_decoding" in event["detail"]
+
+
+def test_continuous_batching_leaves_a_gap(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe")
+    with rolltape.record(tmp_path / "a"), contextlib.suppress(Exception):
+        model.generate_batch(inputs=[[5, 6, 7]], max_new_tokens=2)  # whether it works is not ours
+    (event,) = rolltape.open(tmp_path / "a").rows("events")
+    assert "generate_batch" in event["detail"]
 
 
 def test_what_is_not_recorded_leaves_a_gap_with_the_reason(
