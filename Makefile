@@ -1,4 +1,5 @@
 PY ?= .venv/bin/python
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BIN = $(dir $(PY))
 # With another PY (a path) the caller vouches for that environment and no .venv is made.
@@ -13,16 +14,17 @@ help:  ## list the targets
 venv: .venv/.ready  ## make .venv with everything the targets below need
 
 .venv/.ready: pyproject.toml
-	python3 -m venv .venv
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rolltape needs Python 3.11+")'
+	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet $(TORCH)
 	.venv/bin/python -m pip install --quiet -e '.[viewer,replay,dev]'
 	touch $@
 
-demo: $(READY)  ## record a rollout, replay it and explain where the two differ
+demo: $(READY)  ## record a rollout, score it, and see where the two differ
 	PY=$(PY) bash examples/demo.sh
 
 test: $(READY) chromium  ## run all tests: unit, engine, browser
-	$(PY) -m pytest
+	$(PY) -m pytest $(PYTEST_ARGS)
 
 test-unit: $(READY)  ## run the tests that need neither an engine nor a browser nor a GPU
 	$(PY) -m pytest -m "not engine and not browser and not gpu"

@@ -5,7 +5,7 @@ until everything that it recorded is on disk. The last line is one JSON object:
 
     ratio        mean over pairs of (seconds without / seconds with recording)
     lo, hi       95 % interval of that mean (Student's t over the pairs)
-    verdict      ok | inconclusive (half-width over 0.02)
+    verdict      conclusive | inconclusive (half-width over 0.02)
 
     python benchmarks/record_overhead.py                                  # bundled model, CPU
     python benchmarks/record_overhead.py --random-moe 12 --device cuda    # about 7.6B parameters
@@ -156,7 +156,7 @@ def main() -> None:
         "hi": round(mean + half, 4),
         "pairs": len(ratios),
         "median": round(statistics.median(ratios), 4),
-        "verdict": "ok" if half <= MAX_HALF_WIDTH else "inconclusive",
+        "verdict": "conclusive" if half <= MAX_HALF_WIDTH else "inconclusive",
         "tokens_per_s_without": round(produced / statistics.median(without), 1),
         "tokens_per_s_with": round(produced / statistics.median(with_), 1),
         "first_recorded_run_s": round(started, 3),

@@ -25,14 +25,25 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD, EXITS]
     for name in (None, *COMMANDS):
-        context = click.Context(cli, info_name="rolltape", terminal_width=88, max_content_width=88)
+        context = click.Context(
+            cli,
+            info_name="rolltape",
+            terminal_width=88,
+            max_content_width=88,
+            help_option_names=["-h", "--help"],
+        )
         command: click.Command = cli
         if name is not None:
             found = cli.get_command(context, name)
             assert found is not None
             command = found
             context = click.Context(
-                command, info_name=name, parent=context, terminal_width=88, max_content_width=88
+                command,
+                info_name=name,
+                parent=context,
+                terminal_width=88,
+                max_content_width=88,
+                help_option_names=["-h", "--help"],
             )
         title = "rolltape" if name is None else f"rolltape {name}"
         parts.append(f"\n## {title}\n\n```\n{command.get_help(context)}\n```\n")

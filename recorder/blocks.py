@@ -88,6 +88,7 @@ class Block:
         forwards: per step (step number, time, columns, experts implementation) of its forwards.
         routes: in column order.
         layers: in column order.
+        alive: rows that had not ended after the last step; None before the first one.
         vocab: width of the logits.
         finish: why rows that have not ended do end with this block; None: they ran to the end.
         closing: whether this is the last block of the call.
@@ -99,6 +100,7 @@ class Block:
     forwards: list[list[tuple[int, int, int, str | None]]]
     routes: list[RoutePiece]
     layers: list[LayerPiece]
+    alive: torch.Tensor | None
     vocab: int
     finish: str | None
     closing: bool
@@ -114,7 +116,14 @@ _SMALL = ("token", "raw", "scaled", "processed", "support", "alive", "done")
 
 
 def stack_block(
-    call: Call, first: int, steps: list[StepData], *, vocab: int, finish: str | None, closing: bool
+    call: Call,
+    first: int,
+    steps: list[StepData],
+    *,
+    alive: torch.Tensor | None,
+    vocab: int,
+    finish: str | None,
+    closing: bool,
 ) -> Block:
     """Stack what the hooks kept: thousands of small tensors become a handful.
 
@@ -154,7 +163,7 @@ def stack_block(
         )
     routes = [_route_piece(begin, run) for begin, run in runs if run[0].routes]
     forwards = [[(f.step, f.t_ns, f.columns, f.experts) for f in s.forwards] for s in steps]
-    return Block(first, small, forwards, routes, layers, vocab, finish, closing, None)
+    return Block(first, small, forwards, routes, layers, alive, vocab, finish, closing, ready=None)
 
 
 def _route_piece(column: int, run: list[Forward]) -> RoutePiece:

@@ -54,7 +54,7 @@ def _sequence(call: Call, rows: list[int], prompts: list[np.ndarray]) -> dict[st
     return {
         **call.keys(rows),
         "group": [
-            call.request(row) if many else "p" + token_digest(len(p), p)[:16]
+            f"{call.engine[:8]}.{call.request(row)}" if many else "p" + token_digest(len(p), p)[:16]
             for row, p in zip(rows, prompts, strict=True)
         ],
         "group_derived": not many,
@@ -74,6 +74,7 @@ def block_job(call: Call, block: Block) -> Job:
         if block.first == call.next_step:  # no block was dropped before
             call.generated.append(arrays.token)
         call.next_step = block.first + block.steps
+        end = call.width + block.first + block.steps - 1
         if block.steps:
             _write_steps(writer, call, block, arrays)
             _write_tokens(writer, call, block, arrays)
@@ -82,6 +83,7 @@ def block_job(call: Call, block: Block) -> Job:
                 _write_routes(writer, call, block, arrays)
             if block.layers:
                 _write_layers(writer, call, block, arrays)
+            call.seen_columns = end
         _write_endings(writer, call, block, arrays, t_ns)
 
     return job
@@ -288,6 +290,7 @@ def _write_routes(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays)
     first_column, ids, weights, valid = _route_columns(call, block)
     first_step = next((f[0] for forwards in block.forwards for f in forwards), None)
     ending = _endings(call, block, arrays)
+    own_column = call.width + block.first - sum(f[2] for f in block.forwards[0])
     rows, cells = [], []
     for b in arrays.rows:
         count = int(arrays.counts[b])
@@ -300,7 +303,14 @@ def _write_routes(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays)
             missing.append([0, call.cached - pad, None, "cached"])
         for index in np.flatnonzero(~valid[span].all(0)):
             for start, n in _runs(~valid[span, index]):
-                missing.append([begin - pad + start, n, call.layers[index], call.route_gap])
+                lost = min(n, max(0, own_column - begin - start))  # with a block that was dropped
+                for part, length, reason in (
+                    (0, lost, "dropped"),
+                    (lost, n - lost, call.route_gap),
+                ):
+                    if length:
+                        at = begin - pad + start + part
+                        missing.append([at, length, call.layers[index], reason])
         if b in ending:
             missing.append([ending[b][0] - 1, 1, None, "last"])
         rows.append(b)
@@ -365,7 +375,6 @@ def _route_columns(call: Call, block: Block) -> tuple[int, np.ndarray, np.ndarra
             target[:, span, list(piece.indexes)] = part[:, fresh - piece.column :]
         valid[span, list(piece.indexes)] = True
         seen = stop
-    call.seen_columns = end
     return begin, ids, weights, valid
 
 
@@ -409,6 +418,7 @@ def _write_layers(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays)
 def _endings(call: Call, block: Block, arrays: _Arrays) -> dict[int, tuple[int, str]]:
     """Rows that end in this block: row -> (length, finish)."""
     endings: dict[int, tuple[int, str]] = {}
+    going = np.ones(call.rows, bool) if block.alive is None else host_array(block.alive)
     for b in range(call.rows):
         if b in call.closed:
             continue
@@ -420,7 +430,7 @@ def _endings(call: Call, block: Block, arrays: _Arrays) -> dict[int, tuple[int, 
             full = limit is not None and call.width + block.first + count >= limit
             stop = token in call.sampling.eos or not full
             endings[b] = (length, "stop" if stop else "length")
-        elif block.closing and (count == block.steps):
+        elif block.closing and going[b]:  # a row that ended in a block that was lost stays open
             endings[b] = (length, block.finish or "length")
     return endings
 

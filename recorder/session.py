@@ -23,6 +23,7 @@ from rolltape.recorder.options import TAPE_VARIABLE, Options
 from rolltape.store import TapeWriter
 
 Job = Callable[[TapeWriter], None]
+Gap = dict[str, Any] | list[dict[str, Any]]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ _CLOSE_SECONDS = 60.0
 class _Item:
     job: Job
     nbytes: int
-    gap: dict[str, Any]
+    gap: Gap
 
 
 class Session:
@@ -65,14 +66,14 @@ class Session:
 
     # -- the hot path ---------------------------------------------------------------------
 
-    def put(self, job: Job, *, nbytes: int, gap: dict[str, Any]) -> bool:
+    def put(self, job: Job, *, nbytes: int, gap: Gap) -> bool:
         """Hand a job to the writer thread.
 
         Args:
             job: called with the writer; must not touch the engine.
             nbytes: memory that it holds until it has run.
-            gap: what will be missing if it is dropped; keys of the `events` table, `detail`
-                as a dict.
+            gap: what will be missing if it is dropped: one or several dicts with keys of the
+                `events` table, `detail` as a dict.
 
         Returns:
             False when it was dropped. The gap is then recorded as soon as there is room.
@@ -86,7 +87,7 @@ class Session:
             while self._items and self._bytes + nbytes > limit:
                 if self.options.on_full == "drop":
                     self.dropped += 1
-                    self._gaps.append({"t_ns": time.time_ns(), "kind": "gap", **gap})
+                    self._gaps += _gap_rows(gap)
                     return False
                 self._lock.wait(timeout=1.0)
                 if self._dead:
@@ -182,11 +183,10 @@ class Session:
         except OSError:
             raise
         except Exception as error:
-            gap = {k: v for k, v in item.gap.items() if k != "detail"}
             with self._lock:
-                self._gaps.append({"t_ns": time.time_ns(), "kind": "gap", **item.gap})
+                self._gaps += _gap_rows(item.gap)
             try:
-                self.fault("writer", error, **gap)
+                self.fault("writer", error)
             except Exception:  # strict: there is no job on this thread that could fail
                 warn("strict: the writer thread failed; the recording is incomplete")
         finally:
@@ -245,7 +245,13 @@ class Session:
                 warn(f"the writer did not finish within {timeout:.0f} s; the tape is incomplete")
 
 
+def _gap_rows(gap: Gap) -> list[dict[str, Any]]:
+    gaps = gap if isinstance(gap, list) else [gap]
+    return [{"t_ns": time.time_ns(), "kind": "gap", **row} for row in gaps]
+
+
 _active: Session | None = None
+_starting = threading.Lock()
 
 
 def active() -> Session | None:
@@ -272,9 +278,10 @@ def stop() -> None:
 def start_from_env() -> Session | None:
     """The session that `rolltape record` asked for by environment variables, started once."""
     tape = os.environ.get(TAPE_VARIABLE)
-    if _active is None and tape:
-        start(Path(tape), Options.from_environment())
-        atexit.register(stop)
+    with _starting:
+        if _active is None and tape:
+            start(Path(tape), Options.from_environment())
+            atexit.register(stop)
     return _active
 
 

@@ -256,7 +256,10 @@ def lines(summary: Summary, *, wall_s: float) -> list[str]:
         )
         if summary.before is not None:
             out.append(f"this part added {_count(summary.added, 'sequence')}")
-    gaps = _count(summary.gaps, "gap") if summary.gaps else "no gaps"
+    incomplete = summary.sequences.get("open", 0)
+    gaps = _count(summary.gaps, "gap") if summary.gaps else "no gaps recorded"
+    if incomplete:
+        gaps = f"INCOMPLETE: {_count(incomplete, 'sequence')} never closed; {gaps}"
     if summary.gap_tokens:
         gaps += f" ({_count(summary.gap_tokens, 'token')} dropped)"
     if summary.hook_errors:

@@ -30,7 +30,7 @@ from rolltape.recorder.generation import block_job, opening_job
 from rolltape.recorder.moe import MoeBlock, decoder_layers, find_moe_blocks
 from rolltape.recorder.rows import engine_job, weights_job
 from rolltape.recorder.sampling import Sampling, read_sampling
-from rolltape.recorder.session import Session, active, start_from_env
+from rolltape.recorder.session import Session, active, start_from_env, warn
 from rolltape.store import new_uuid
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class _Running(threading.local):
 
 
 _running = _Running()
+_refused = False  # said once that there is no recording
+_lock = threading.Lock()
 _gated = False  # whether this version has what `_BEFORE_FORWARDS` names
 
 
@@ -90,7 +92,14 @@ def _patch(mixin: Any, name: str, around: Any) -> None:
 
 
 def _session() -> Session | None:
-    return active() or start_from_env()
+    try:
+        return active() or start_from_env()
+    except Exception as error:
+        global _refused
+        if not _refused:
+            warn(f"not recording: {error}")
+        _refused = True
+        return None
 
 
 def _around_unrecorded(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
@@ -177,10 +186,11 @@ _engines: weakref.WeakKeyDictionary[Any, _Engine] = weakref.WeakKeyDictionary()
 
 
 def _engine_of(session: Session, model: Any) -> _Engine:
-    engine = _engines.get(model)
-    if engine is None or engine.session() is not session:
-        engine = _engines[model] = _Engine(session, model)
-    return engine
+    with _lock:
+        engine = _engines.get(model)
+        if engine is None or engine.session() is not session:
+            engine = _engines[model] = _Engine(session, model)
+        return engine
 
 
 def _begin(session: Session, model: Any, args: Any, kwargs: Any) -> _Recording | None:
@@ -452,17 +462,36 @@ class _Recording:
         self._since = time.monotonic()
         try:
             block = stack_block(
-                self.call, first, steps, vocab=self.vocab, finish=finish, closing=closing
+                self.call,
+                first,
+                steps,
+                alive=self._alive,
+                vocab=self.vocab,
+                finish=finish,
+                closing=closing,
             )
             job = block_job(self.call, _to_host(block))
         except Exception:
-            self.session.event("gap", **self._gap(first, len(steps)))
+            for gap in self._gaps(first, len(steps)):
+                self.session.event("gap", **gap)
             raise
-        self.session.put(job, nbytes=nbytes, gap=self._gap(first, len(steps)))
+        self.session.put(job, nbytes=nbytes, gap=self._gaps(first, len(steps)))
 
-    def _gap(self, first: int, steps: int) -> dict[str, Any]:
-        detail = {"call": self.call.number, "first_step": first, "steps": steps}
-        return {"engine": self.engine.id, "detail": detail}
+    def _gaps(self, first: int, steps: int) -> list[dict[str, Any]]:
+        """What is missing if a block is lost: the same positions of every row."""
+        call = self.call
+        detail = {"call": call.number, "first_step": first, "steps": steps}
+        return [
+            {
+                "engine": call.engine,
+                "request": call.request(row),
+                "sample": row % call.samples,
+                "start": call.prompt_len(row) + first,
+                "n": steps,
+                "detail": detail,
+            }
+            for row in range(call.rows)
+        ]
 
 
 def _done(look: Any, *args: Any) -> bool:
@@ -504,6 +533,7 @@ def _to_host(block: Block) -> Block:
         small={name: move(t) for name, t in block.small.items()},
         routes=[replace(p, ids=move(p.ids), weights=move(p.weights)) for p in block.routes],
         layers=[replace(p, hidden=move(p.hidden)) for p in block.layers],
+        alive=None if block.alive is None else move(block.alive),
         ready=_All(events),
     )
 

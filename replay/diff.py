@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from collections.abc import Sequence as Names
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,7 @@ class _Work:
             *self.weights.problems(),
             *self.routing.problems(b_replays_a=self.b.parent == self.a.uuid),
         )
+        self.note(*one_sided(self.a, self.b))
         for role in ("used", "live"):
             self.note(*foreign_problems(self.suspects, self.a, role=role))
         self.note(*tape_warnings(self.a, "a"))
@@ -307,6 +309,23 @@ class _Work:
             if not self.layers:
                 found["activations"] = "not asked for (--layers)"
         return found
+
+
+def one_sided(a: Tape, b: Tape) -> Iterator[Problem]:
+    """Kinds of values that one side recorded and the other, which has them too, did not."""
+    kinds = ["routes"] if has_moe_layers(a) and has_moe_layers(b) else []
+    kinds += ["supports"] if a.role == b.role == "rollout" else []
+    for kind in kinds:
+        held = {"a": len(a.table(kind)) > 0, "b": len(b.table(kind)) > 0}
+        for side, other in (("a", "b"), ("b", "a")):
+            if held[other] and not held[side]:
+                message = f"{side} recorded no {kind}, {other} did: they are not compared"
+                yield Problem(f"{kind}_missing", message, fields={"side": side})
+
+
+def has_moe_layers(tape: Tape) -> bool:
+    """Whether some engine of a tape may route: a dense model says that it does not."""
+    return any(row["moe_layers"] != [] for row in tape.engines.values()) or not tape.engines
 
 
 def _fresh(tape: Tape, key: Key) -> Sequence:

@@ -234,9 +234,6 @@ def settings_that_differ(a: Tape, b: Tape) -> dict[str, list[Any]]:
     }
 
 
-_FACTS = ("adapter", "role", "dtype", "device", "model_type", "vocab_size")
-
-
 def _settings(tape: Tape) -> dict[str, Any]:
     found: dict[str, list[Any]] = {}
     for row in tape.engines.values():

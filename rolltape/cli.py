@@ -20,8 +20,8 @@ COMMANDS = {
     "view": "rolltape.viewer.cli:view",
 }
 
-#: Exit statuses that every command but `record` uses; `record` exits as its child did.
-EXIT_OK, EXIT_DIFFERENT, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE = 0, 1, 2, 3
+#: Exit statuses are 0, 1 and 3 by the verdict (`rolltape.replay.diff.EXIT_STATUS`), and:
+EXIT_OK, EXIT_BAD_INPUT = 0, 2
 
 
 class _LazyGroup(click.Group):
@@ -60,6 +60,17 @@ def main(args: list[str] | None = None) -> None:
         # `rolltape show | head`: keep the interpreter from complaining while it shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
+    except Exception as error:
+        if os.environ.get("ROLLTAPE_TRACEBACK"):
+            raise
+        # one line, and never the exit status of `divergent`
+        words = str(error).splitlines()[0] if str(error) else ""
+        click.echo(
+            f"rolltape: error: {type(error).__name__}: {words} (a tape damaged in a way that no "
+            "check knows, or a bug: ROLLTAPE_TRACEBACK=1 shows where)",
+            err=True,
+        )
+        status = EXIT_BAD_INPUT
     sys.exit(status if isinstance(status, int) else EXIT_OK)
 
 

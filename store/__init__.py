@@ -13,7 +13,7 @@ from rolltape.store.errors import (
     TapeExistsError,
     UsageError,
 )
-from rolltape.store.keys import Key, safe_request, token_digest
+from rolltape.store.keys import Key, token_digest
 from rolltape.store.sequences import Routes, Sequence, Supports, Tape
 from rolltape.store.sequences import open_tape as open
 from rolltape.store.tape import Report, kind_of, open_report
@@ -45,7 +45,6 @@ __all__ = [
     "open",
     "open_report",
     "recover",
-    "safe_request",
     "seal",
     "token_digest",
 ]

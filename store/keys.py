@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from rolltape.store.errors import UsageError
-
-_REQUEST = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 
 
 class Key(NamedTuple):
@@ -50,13 +47,6 @@ class Key(NamedTuple):
         if len(parts) != 4 or not parts[2].isdecimal() or not parts[3].isdecimal():
             raise UsageError(f"{text!r} is not a sequence key", hint="engine/request/sample/pass")
         return cls(parts[0], parts[1], int(parts[2]), int(parts[3]))
-
-
-def safe_request(request: str) -> str:
-    """A request id that can stand in paths, links and keys; others are hashed."""
-    if _REQUEST.fullmatch(request):
-        return request
-    return "x" + xxhash.xxh3_64_hexdigest(request.encode())
 
 
 def token_digest(prompt_len: int, ids: np.ndarray) -> str:

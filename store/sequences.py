@@ -129,10 +129,9 @@ class Sequence:
 
     @property
     def semantics(self) -> list[tuple[int, int, dict[str, Any]]]:
-        """(start, n, semantics) of every span that has logprobs."""
-        return [
-            (f["start"], f["n"], f["semantics"]) for f in self._tokens if f["semantics"] is not None
-        ]
+        """(start, n, semantics) of every span that has logprobs, by start."""
+        spans = [(f["start"], f["n"], f["semantics"]) for f in self._tokens]
+        return sorted((s for s in spans if s[2] is not None), key=lambda span: span[:2])
 
     def _joined(self, column: str, dtype: Any) -> Masked:
         out = Masked.empty(self.length, dtype)
@@ -160,7 +159,8 @@ class Sequence:
     def activations(self) -> dict[str, list[tuple[int, str, np.ndarray]]]:
         """Per site the recorded spans: (start, dtype name, float32 [n, width])."""
         out: dict[str, list[tuple[int, str, np.ndarray]]] = {}
-        for row in self.tape.fragments("activations", self.key):
+        rows = self.tape.fragments("activations", self.key)
+        for row in sorted(rows, key=lambda row: int(row["start"])):
             shape = (row["n"], row["width"])
             data = codecs.decode_floats(row["data"], shape, field=f"activations.data of {self.id}")
             out.setdefault(row["site"], []).append((row["start"], row["dtype"], data))
@@ -255,6 +255,12 @@ class Tape(Folder):
                 latest[key] = row
             elif before["opened_ns"] is None:
                 before["opened_ns"] = row["opened_ns"]
+        orphans = [key for key in lengths if key not in latest]
+        if orphans:
+            self.problems.append(
+                f"{self.path}/tokens: {len(orphans)} sequences have no row in the sequences table, "
+                f"the first is {orphans[0].id}; they are left out"
+            )
         out = {}
         for key, row in latest.items():
             row["sampling"] = json.loads(row["sampling"]) if row["sampling"] else {}
@@ -305,18 +311,22 @@ class Tape(Folder):
     def select(self, table: str, key: Key) -> pa.Table:
         """Rows of a keyed table that belong to one sequence."""
         rows = self._index(table).get(key)
-        return self.table(table).take(pa.array([] if rows is None else rows, pa.int64()))
+        whole = self.table(table)
+        if rows is None:
+            return whole.slice(0, 0)
+        if whole.num_columns and whole.column(0).num_chunks > 1:  # too large for one chunk
+            return pa.concat_tables([whole.slice(int(row), 1) for row in rows])
+        return whole.take(pa.array(rows, pa.int64()))
 
     def fragments(self, table: str, key: Key) -> list[dict[str, Any]]:
-        """Those rows as dicts ordered by start, list columns as `Masked` or numpy arrays.
+        """Those rows as dicts, list columns as `Masked` or numpy arrays.
 
-        Where spans overlap, the earlier-written row comes first: the first pass over a position
-        is the behaviour record.
+        In the order in which each writer wrote them: where spans overlap, the first is the record
+        of what happened.
         """
         selected = self.select(table, key)
         columns = {name: _cells(selected.column(name)) for name in selected.column_names}
-        rows = [{name: cells[i] for name, cells in columns.items()} for i in range(len(selected))]
-        return sorted(rows, key=lambda row: row["start"])
+        return [{name: cells[i] for name, cells in columns.items()} for i in range(len(selected))]
 
 
 def open_tape(path: str | os.PathLike[str], *, skip_damaged: bool = False) -> Tape:

@@ -107,8 +107,11 @@ class ShardWriter:
         self.path = folder / f"{writer}-{number}{LIVE}"
         self._stem = f"{writer}-{number}"
         self._fsync = fsync
-        self._file = open(self.path, "xb")  # noqa: SIM115 - lives as long as the shard
+        # it gets its name once it is locked: before, a sealer would take it for a dead one
+        opening = folder / f".{self._stem}.opening"
+        self._file = open(opening, "xb")  # noqa: SIM115 - lives as long as the shard
         fcntl.flock(self._file, fcntl.LOCK_EX)
+        os.rename(opening, self.path)
         self._sink = _HashingSink(self._file)
         self.schema = schema.with_metadata(
             {b"rolltape.table": folder.name.encode(), b"rolltape.format": format_version().encode()}
@@ -238,13 +241,18 @@ def read_live(path: Path) -> ShardContent:
         return ShardContent(batches, len(data) - intact, str(error).splitlines()[0])
 
 
+def recovered_name(path: Path) -> str:
+    """Writer id of the finished shard that recovery makes of a live one."""
+    return xxhash.xxh3_128_hexdigest(path.name.encode())
+
+
 def is_locked(path: Path) -> bool:
     """Whether the writer of a live shard is still alive on this machine."""
-    with open(path, "rb") as file:
-        try:
+    try:
+        with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except (BlockingIOError, FileNotFoundError):  # at work, or just finishing
+        return True
     return False
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from rolltape.store.errors import DamagedShardError, NewerFormatError, NotATapeError
 from rolltape.store.schema import FORMAT_MAJOR, REPORT_TABLES, TAPE_TABLES
-from rolltape.store.shards import LIVE, list_shards, read_live, read_sealed
+from rolltape.store.shards import LIVE, list_shards, read_live, read_sealed, recovered_name
 from rolltape.store.writer import REPORT_HEADER, SEAL, TAPE_HEADER
 
 
@@ -72,16 +72,19 @@ class Folder:
                 continue
             if batches:
                 tables.append(_conform(pa.Table.from_batches(batches), schema, path))
-        return pa.concat_tables(tables) if tables else schema.empty_table()
+        return _one_chunk(pa.concat_tables(tables)) if tables else schema.empty_table()
 
     def _read(self, path: Path) -> list[pa.RecordBatch]:
         if not path.name.endswith(LIVE):
             return read_sealed(path)
+        if any(path.parent.glob(f"{recovered_name(path)}-0-*.arrow")):
+            return []  # recovered already, by a sealing that was cut short before it removed this
         try:
             content = read_live(path)
         except FileNotFoundError:  # sealed between the listing and now
-            stem = path.name.removesuffix(LIVE)
-            return [b for p in path.parent.glob(f"{stem}-*.arrow") for b in read_sealed(p)]
+            stems = (path.name.removesuffix(LIVE), f"{recovered_name(path)}-0")
+            found = [p for stem in stems for p in path.parent.glob(f"{stem}-*.arrow")]
+            return [batch for p in found for batch in read_sealed(p)]
         if content.torn:
             self.problems.append(
                 f"{path}: {content.torn} bytes after the last whole batch were ignored "
@@ -149,6 +152,8 @@ def _read_header(root: Path, name: str) -> dict[str, Any]:
     file = root / name
     what = "report" if name == REPORT_HEADER else "tape"
     if not file.is_file():
+        if "://" in str(root) or ":/" in str(root)[:8]:
+            raise NotATapeError(f"{root}: only local folders yet", hint="copy the tape here")
         other = kind_of(root)
         hint = f"it is a {other}" if other else None
         if hint is None and not root.exists():
@@ -190,6 +195,14 @@ def _conform(table: pa.Table, schema: pa.Schema, path: Path) -> pa.Table:
         else:
             raise DamagedShardError(f"{path}: column {field.name} is missing")
     return pa.table(columns, schema=schema)
+
+
+def _one_chunk(table: pa.Table) -> pa.Table:
+    # one chunk a flush would make every later `take` visit thousands of them
+    try:
+        return table.combine_chunks()
+    except pa.ArrowInvalid:  # a list column of more than 2^31 elements stays in pieces
+        return table
 
 
 def open_folder(path: str | os.PathLike[str], *, skip_damaged: bool = False) -> Folder:

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from rolltape.store.columns import make_batch
-from rolltape.store.errors import NotATapeError, TapeExistsError
+from rolltape.store.errors import NotATapeError, TapeError, TapeExistsError, UsageError
 from rolltape.store.schema import REPORT_TABLES, TAPE_TABLES
 from rolltape.store.shards import (
     LIVE,
@@ -22,6 +22,7 @@ from rolltape.store.shards import (
     is_locked,
     list_shards,
     read_live,
+    recovered_name,
 )
 
 SHARD_BYTES = 64 << 20
@@ -70,8 +71,14 @@ def create_report(path: str | os.PathLike[str], *, summary: Mapping[str, Any]) -
 
 
 def _create(root: Path, name: str, header: dict[str, Any]) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
-    if any(root.iterdir()):
+    if "://" in str(root):
+        raise UsageError(f"{root}: only local folders yet", hint="copy it after it is sealed")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        empty = not any(root.iterdir())
+    except OSError as error:
+        raise TapeError(f"{root}: {error.strerror}", hint="choose another -o") from error
+    if not empty:
         raise TapeExistsError(f"{root} is not empty", hint="choose another -o, or remove it")
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     write_json(root / name, {"format": format_version(), "created": created, **header})
@@ -110,12 +117,6 @@ class TapeWriter:
         self._pending: dict[str, list[pa.RecordBatch]] = {}
         self._pending_bytes: dict[str, int] = {}
         self.rows: dict[str, int] = {}
-        self.bytes_closed = 0
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes on disk from this writer."""
-        return self.bytes_closed + sum(shard.size for shard in self._open.values())
 
     def append(self, table: str, columns: Mapping[str, Any]) -> None:
         """Add rows; see `rolltape.store.columns.make_batch` for what `columns` may hold.
@@ -181,8 +182,7 @@ class TapeWriter:
 
     def _finish(self, table: str) -> None:
         shard = self._open.pop(table)
-        path = shard.close()
-        self.bytes_closed += path.stat().st_size
+        shard.close()
 
 
 def recover(root: Path) -> list[dict[str, Any]]:
@@ -200,12 +200,7 @@ def recover(root: Path) -> list[dict[str, Any]]:
                 continue
             content = read_live(path)
             if content.batches:
-                shard = ShardWriter(
-                    table, writer=new_uuid(), number=0, schema=content.batches[0].schema
-                )
-                for batch in content.batches:
-                    shard.write(batch)
-                shard.close()
+                _finish_for(path, content.batches)
             path.unlink()
             rows = sum(b.num_rows for b in content.batches)
             name = f"{table.name}/{path.name}"
@@ -213,6 +208,18 @@ def recover(root: Path) -> list[dict[str, Any]]:
                 {"shard": name, "rows": rows, "torn": content.torn, "reason": content.reason}
             )
     return found
+
+
+def _finish_for(path: Path, batches: list[pa.RecordBatch]) -> None:
+    """Write the shard that replaces a live one; again is the same as once."""
+    twin = recovered_name(path)
+    if any(path.parent.glob(f"{twin}-0-*.arrow")):
+        return
+    path.with_name(f"{twin}-0{LIVE}").unlink(missing_ok=True)  # of a recovery that was cut short
+    shard = ShardWriter(path.parent, writer=twin, number=0, schema=batches[0].schema)
+    for batch in batches:
+        shard.write(batch)
+    shard.close()
 
 
 def seal(

@@ -172,7 +172,12 @@ def test_a_script_that_dies_half_way_keeps_what_it_generated(tmp_path: Path) -> 
         f"model = AutoModelForCausalLM.from_pretrained({str(TINY_MOE)!r})\n"
         "for i in range(3):\n"
         "    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)\n"
-        "time.sleep(1.5)\n"  # the writer thread hands blocks to the kernel within a second
+        "import rolltape\n"
+        "def closed():\n"
+        "    tape = rolltape.open(os.environ['ROLLTAPE_TAPE'])\n"
+        "    return sum(s.finish == 'length' for s in tape)\n"
+        "while closed() < 3:\n"  # until the writer thread has handed all of it to the kernel
+        "    time.sleep(0.05)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = rolltape("record", "-o", tmp_path / "a", "--", script)

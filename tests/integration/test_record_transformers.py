@@ -411,23 +411,44 @@ def test_a_full_queue_drops_whole_blocks_and_says_which(
     full = iter([False, False, True])  # the third block does not fit
 
     def put(self: Any, job: Any, *, nbytes: int, gap: Any) -> bool:
-        if "first_step" in gap["detail"] and next(full, False):
+        if isinstance(gap, list) and next(full, False):  # a block
             with self._lock:
-                self._gaps.append({"t_ns": 1, "kind": "gap", **gap})
+                self._gaps += session._gap_rows(gap)
             return False
         return real(self, job, nbytes=nbytes, gap=gap)
 
     monkeypatch.setattr(session.Session, "put", put)
     options = {**SAMPLE, "do_sample": False}
     _, tape = recorded(tiny_moe, prompts, tmp_path / "a", **options)
-    (gap,) = [e for e in tape.rows("events") if e["kind"] == "gap"]
-    assert '"first_step": 4' in gap["detail"]
+    gaps = {(e["request"], e["start"], e["n"]) for e in tape.rows("events") if e["kind"] == "gap"}
+    assert gaps == {(s.key.request, s.prompt_len + 4, 2) for s in tape}
     for sequence in tape:
         step = np.arange(sequence.length) - sequence.prompt_len
         lost = (step >= 4) & (step < 6)
         np.testing.assert_array_equal(~sequence.tokens.valid, lost)
         assert sequence.info["digest"] is None
         assert sequence.finish == "length"
+        routes = sequence.routes()
+        assert routes is not None and {m[3] for m in routes.missing} == {"dropped", "last"}
+
+
+def test_a_row_that_ended_in_a_dropped_block_stays_open(tmp_path: Path, monkeypatch: Any) -> None:
+    model = make_model("qwen3_moe")
+    ids = torch.tensor([[5, 6, 7], [9, 8, 7]], device=DEVICE)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+    free = model.generate(**inputs, **options, eos_token_id=319)
+    eos = int(free[0, 4])  # row 0 ends with its second token
+    monkeypatch.setattr(adapter, "BLOCK_STEPS", 4)
+    real = session.Session.put
+
+    def put(self: Any, job: Any, *, nbytes: int, gap: Any) -> bool:
+        lost = isinstance(gap, list) and gap[0]["n"] == 4
+        return not lost and real(self, job, nbytes=nbytes, gap=gap)
+
+    monkeypatch.setattr(session.Session, "put", put)
+    _, tape = recorded(model, inputs, tmp_path / "a", **options, eos_token_id=eos)
+    assert by_row(tape)[0].finish == "open"
 
 
 def test_an_interrupted_call_keeps_what_ran(tiny_moe: Any, prompts: Any, tmp_path: Path) -> None:

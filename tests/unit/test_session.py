@@ -87,13 +87,25 @@ def test_a_full_queue_drops_and_records_the_gap(tape: Path, make: Any) -> None:
 def test_block_waits_for_room_instead(tape: Path, make: Any) -> None:
     session = make(queue_mb=1, on_full="block")
     hold = threading.Event()
-    session.put(lambda writer: hold.wait() and None, nbytes=1 << 20, gap={"detail": {}})
-    assert put(session, "first", 1 << 20) or True
-    waiter = threading.Thread(target=put, args=(session, "second", 1 << 20))
+    held, done = threading.Event(), threading.Event()
+
+    def wait(writer: TapeWriter) -> None:
+        held.set()
+        hold.wait()
+
+    def second() -> None:
+        assert put(session, "second", 1 << 20)
+        done.set()
+
+    session.put(wait, nbytes=0, gap={"detail": {}})
+    assert held.wait(10)
+    assert put(session, "first", 1 << 20)  # fills the queue
+    waiter = threading.Thread(target=second)
     waiter.start()
+    assert not done.wait(0.2), "there is no room before the writer goes on"
     hold.set()
-    waiter.join(10)
-    assert not waiter.is_alive() and session.drain()
+    assert done.wait(10) and session.drain()
+    waiter.join()
     assert {s.key.request for s in store.open(tape)} == {"first", "second"}
     assert not events(tape, "gap")
 

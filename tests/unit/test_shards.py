@@ -249,3 +249,30 @@ def test_idle_import_costs_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ}
     )
     assert out.stdout.strip() == "[]"
+
+
+def test_a_sealing_that_was_cut_short_can_be_repeated(tmp_path: Path, monkeypatch: Any) -> None:
+    root, writer = live(tmp_path / "a")
+    writer.abandon()
+    dead, real = shard(root), Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path == dead:
+            raise OSError("cut short")
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(OSError, match="cut short"):
+        store.seal(root)
+    monkeypatch.undo()
+    assert len(list((root / "sequences").iterdir())) == 2, "the live shard and its finished twin"
+    assert store.open(root).table("sequences").num_rows == 3
+    for _ in range(2):
+        store.seal(root)
+        assert len(list((root / "sequences").iterdir())) == 1
+        assert store.open(root).table("sequences").num_rows == 3
+
+
+def test_many_small_flushes_do_not_make_reading_quadratic(tmp_path: Path) -> None:
+    tape = store.open(make(tmp_path / "a", rows=50))
+    assert tape.table("sequences").column("request").num_chunks == 1
