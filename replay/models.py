@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def load_model(tape: Tape, *, model: str | None, device: str | None) -> tuple[nn
     if model is None and len(names) != 1:
         found = f"{len(names)} models: {', '.join(names)}" if names else "no model"
         raise UsageError(f"{tape.path} names {found}", hint="--model PATH")
-    name = model or names[0]
+    name = model or _where(tape, names[0])
     dtypes = {str(r["dtype"]) for r in rows if r["dtype"]}
     if len(dtypes) > 1:
         raise UsageError(f"{tape.path} has engines of dtypes {', '.join(sorted(dtypes))}")
@@ -81,6 +82,15 @@ def load_model(tape: Tape, *, model: str | None, device: str | None) -> tuple[nn
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"device {place}: {reason}", hint="--device cpu") from error
+
+
+def _where(tape: Tape, name: str) -> str:
+    """A relative folder is meant from where the job ran."""
+    provenance = tape.header.get("provenance")
+    cwd = provenance.get("cwd") if isinstance(provenance, dict) else None
+    if isinstance(cwd, str) and not Path(name).exists() and Path(cwd, name).is_dir():
+        return str(Path(cwd, name))
+    return name
 
 
 def check_model(tape: Tape, model: nn.Module, engines: list[str], name: str) -> dict[str, Match]:

@@ -211,7 +211,9 @@ def prove(run: Run, batches: list[Batch]) -> dict[str, Any] | None:
             check_separation(run.model, several[0], run.device)
     if run.options.mode is None:
         return None
-    return self_test(run.model, batches[0].inputs(run.device), mode=run.options.mode)
+    # the smallest: it is run three times, and the logits of all three are alive at once
+    smallest = min(batches, key=lambda batch: sum(p.sequence.length for p in batch.placed))
+    return self_test(run.model, smallest.inputs(run.device), mode=run.options.mode)
 
 
 def _check_tokens(run: Run) -> None:

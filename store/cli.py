@@ -54,12 +54,12 @@ def info(tape: Path, as_json: bool) -> int:
 @click.option(
     "--routes",
     metavar="LAYERS",
-    default="fit",
-    show_default=True,
-    help="Layers whose experts are shown: 3,7 or all or none; fit is what fits on one line.",
+    help="Layers whose experts are shown: 3,7 or all or none; by default what fits on a line.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def show(tape: Path, sequence: str | None, tokens: str | None, routes: str, as_json: bool) -> int:
+def show(
+    tape: Path, sequence: str | None, tokens: str | None, routes: str | None, as_json: bool
+) -> int:
     """List the sequences of TAPE, or show SEQ position by position.
 
     SEQ is an id from the list, or the part of it after the engine.
@@ -68,10 +68,9 @@ def show(tape: Path, sequence: str | None, tokens: str | None, routes: str, as_j
         raise UsageError(f"{tape} is a report", hint=f"`rolltape info {tape}`")
     opened = open_tape(tape)
     if sequence is None:
-        if tokens is not None:
-            raise UsageError(
-                "--tokens needs a sequence", hint="rolltape show TAPE SEQ --tokens 0:9"
-            )
+        for option, value in (("--tokens", tokens), ("--routes", routes)):
+            if value is not None:
+                raise UsageError(f"{option} needs a sequence", hint=f"rolltape show {tape} SEQ")
         rows = [_sequence_row(s) for s in opened]
         if as_json:
             _print_json({"path": str(tape), "uuid": opened.uuid, "sequences": rows})
@@ -91,7 +90,7 @@ def show(tape: Path, sequence: str | None, tokens: str | None, routes: str, as_j
         }
         _print_json(whole, indent=None)  # one number a line would be no help
     else:
-        for line in _position_lines(found, columns, routes):
+        for line in _position_lines(found, columns, routes or "fit"):
             click.echo(line)
     return 0
 

@@ -539,20 +539,23 @@ def test_forwards_of_a_streamer_are_not_taken_for_those_of_the_call(tmp_path: Pa
     assert {r["kind"] for r in tape.rows("forwards")} == {"prefill", "decode"}
 
 
+@pytest.mark.parametrize(
+    "hook", ["_on_token", "_on_raw", "_on_processed", "_on_forward", "_on_experts"]
+)
 def test_after_a_fault_nothing_wrong_is_recorded(
-    tiny_moe: Any, prompts: Any, tmp_path: Path, monkeypatch: Any
+    tiny_moe: Any, prompts: Any, tmp_path: Path, monkeypatch: Any, hook: str
 ) -> None:
     """A fault in the middle of a call: what stands in the tape is right, the rest is missing."""
     options = {**SAMPLE, "top_k": 20}
     oracle = Oracle(tiny_moe, prompts, **options)
-    real, count = adapter._Recording._on_token, iter(range(100))
+    real = getattr(adapter._Recording, hook)
 
     def faulty(self: Any, *args: Any) -> None:
-        if next(count) == 5:
+        if self.call.number == 0 and self._first + len(self._steps) == 5:
             raise RuntimeError("injected fault")
         real(self, *args)
 
-    monkeypatch.setattr(adapter._Recording, "_on_token", faulty)
+    monkeypatch.setattr(adapter._Recording, hook, faulty)
     with rolltape.record(tmp_path / "a"):
         for _ in range(2):  # the second call is healthy
             torch.manual_seed(5)
@@ -567,9 +570,16 @@ def test_after_a_fault_nothing_wrong_is_recorded(
         assert sequence.length - sequence.prompt_len == (12 if whole else 5)
         expected = oracle.sequences[row, oracle.pad(row) :][: sequence.length].numpy()
         np.testing.assert_array_equal(sequence.tokens.values, expected)
-        supports = sequence.supports()
-        assert supports is not None
+        want = [oracle.logprob("processed", row, i) for i in range(12 if whole else 5)]
+        np.testing.assert_array_equal(
+            sequence.logprob("processed").values[sequence.prompt_len :], np.array(want)
+        )
+        supports, routes = sequence.supports(), sequence.routes()
+        assert supports is not None and routes is not None
         assert (supports.state[sequence.prompt_len :] == SUPPORT_EXPLICIT).all()
+        for position in np.flatnonzero(routes.valid.all(1)):
+            ids, _ = oracle.route(row, int(position) + oracle.pad(row), 3)
+            np.testing.assert_array_equal(routes.ids[position, 3], ids)
 
 
 def test_a_support_that_could_not_be_seen_is_unrecorded_not_full(
