@@ -267,8 +267,10 @@ def next_commands(job: Job, recorded: Recorded) -> list[str]:
         return []
     tape = _shown(job.tape)
     replay = _shown(job.tape.with_name(job.tape.name + ".replay"))
+    # kept sets, where there are any, are what makes the trainer's numbers comparable
+    support = " --switch support=recorded" if recorded.summary.supports else ""
     return [
-        f"rolltape replay {tape} -o {replay} --on transformers --mode score --switch routing=live",
+        f"rolltape replay {tape} -o {replay} --on transformers --mode score{support}",
         f"rolltape view {tape}",
     ]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
+import rolltape
 from rolltape.recorder.injection import interpreter_of, prepended, pth_file
 from rolltape.recorder.options import Options
 from rolltape.recorder.provenance import mask_argv, provenance
@@ -61,6 +62,8 @@ class Job:
     def variables(self) -> dict[str, str]:
         """The variables that are set for the command, on top of `env`."""
         variables = self.options.environment(self.tape)
+        # where a job finds us in spite of a folder of our name beside its script
+        variables["ROLLTAPE_PACKAGE"] = str(rolltape.__file__)
         if self.inject == "sitecustomize":
             variables["PYTHONPATH"] = prepended(self.env.get("PYTHONPATH"))
         return variables

@@ -41,6 +41,7 @@ class Summary:
         sequences: number of sequences by how they finished; `open` did not.
         tokens: positions with recorded token ids, prompts included.
         bytes: size of all files.
+        supports: whether kept sets of truncated sampling were recorded.
         gaps: number of recorded gaps.
         gap_tokens: positions that they name; a gap may not know how many it lost.
         hook_errors: recorded faults of hooks.
@@ -57,6 +58,7 @@ class Summary:
     sequences: Mapping[str, int]
     tokens: int
     bytes: int
+    supports: bool
     gaps: int
     gap_tokens: int
     hook_errors: int
@@ -103,6 +105,7 @@ class Summary:
             "added": self.added,
             "tokens": self.tokens,
             "bytes": self.bytes,
+            "supports": self.supports,
             "gaps": self.gaps,
             "gap_tokens": self.gap_tokens,
             "hook_errors": self.hook_errors,
@@ -146,6 +149,7 @@ def summarize(tape: Path, *, before: Summary | None = None) -> Summary:
         sequences=_by_finish(folder.table("sequences")),
         tokens=tokens,
         bytes=sum(p.stat().st_size for p in tape.rglob("*") if p.is_file()),
+        supports=any(list_shards(tape / "supports")),
         gaps=kinds["gap"],
         gap_tokens=pc.sum(gaps.column("n")).as_py() or 0,
         hook_errors=kinds["hook_error"],
@@ -289,7 +293,7 @@ def why_nothing(summary: Summary, *, inject: str) -> str:
         count = _count(summary.processes, "Python process", "Python processes")
         return (
             f"nothing was recorded: {count} loaded the recorder, "
-            f"and none used a supported engine ({engines})"
+            f"and none of them generated with a supported engine ({engines})"
         )
     why = "it is not a Python job, or its Python runs with -E, -I or -S or another PYTHONPATH"
     if inject == "pth":

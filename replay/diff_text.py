@@ -62,7 +62,8 @@ def print_replay(summary: dict[str, Any], tape: Path, output: Path) -> None:
             console.print(f"{name.replace('_', '-')}: {text}", markup=False)
     for warning in summary["warnings"]:
         console.print(f"warning: {warning}", markup=False)
-    console.print(f"next: {_command('diff', tape, output)}", markup=False)
+    report = output.with_name(output.name + ".report")
+    console.print(f"next: {_command('diff', tape, output, '-o', report)}", markup=False)
 
 
 def _line_of_counts(report: dict[str, Any]) -> str:
@@ -221,7 +222,8 @@ def _next(report: dict[str, Any], a: Path, b: Path, out: Path | None) -> str:
     if report["verdict"] == "divergent" and report["max_at"] and report["max_abs"]:
         at = report["max_at"]
         span = f"{max(0, at['position'] - 5)}:{at['position'] + 6}"
-        return f"{_command('show', a, at['sequence'])} --tokens {span}"
+        show = f"{_command('show', a, at['sequence'])} --tokens {span}"
+        return f"{show}; to look at it all: {_command('diff', a, b, '-o', 'REPORT')}"
     return _command("diff", a, b, "-o", "REPORT")
 
 

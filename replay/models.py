@@ -62,6 +62,8 @@ def load_model(tape: Tape, *, model: str | None, device: str | None) -> tuple[nn
     dtypes = {str(r["dtype"]) for r in rows if r["dtype"]}
     if len(dtypes) > 1:
         raise UsageError(f"{tape.path} has engines of dtypes {', '.join(sorted(dtypes))}")
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise UsageError(f"model {name}: no such folder", hint="--model PATH of a checkpoint")
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=True)

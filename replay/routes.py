@@ -111,6 +111,11 @@ def by_layer(
     Raises:
         ForcingError: other layers, k or experts, or no weights in mode `ids+weights`.
     """
+    if not isinstance(routes, ForcedRoutes):
+        raise ForcingError(
+            f"routes to force are {type(routes).__name__}, expected ForcedRoutes",
+            hint="rolltape.replay.batches.place_routes lays recorded routes out as the input is",
+        )
     if sorted(routes.layers) != sorted(blocks):
         raise ForcingError(
             f"the routes are of layers {list(routes.layers)}, the model's MoE layers are "

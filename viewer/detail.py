@@ -61,6 +61,8 @@ def token_detail(pair: Pair, name: str, columns: Columns, position: int) -> dict
             "a": _side(sequence, position),
             "b": _side(partner, position),
         },
+        # what drew the token, and what it went through itself as the next input
+        "drawn_by": _routes(pair, sequence, partner, position - 1) if position else None,
         "routes": _routes(pair, sequence, partner, position),
     }
 
@@ -174,7 +176,7 @@ def _where(table: pa.Table, engine: str, step: int) -> pa.Table:
 
 
 def _routes(pair: Pair, a: Sequence | None, b: Sequence | None, position: int) -> dict[str, Any]:
-    """Expert ids per layer when this token was the input.
+    """Expert ids per layer when the token at `position` was the input.
 
     Side B shows its own choice: `live` where another one was forced on it, else `used`.
     """
@@ -186,7 +188,8 @@ def _routes(pair: Pair, a: Sequence | None, b: Sequence | None, position: int) -
             if theirs is not None:
                 break
     if ours is None and theirs is None:
-        return {"layers": [], "b_role": None, "missing": _why_no_routes(a)}
+        missing = _why_no_routes(a)
+        return {"layers": [], "differ": 0, "comparable": False, "b_role": None, "missing": missing}
     layers = sorted({*(ours.layers if ours else ()), *(theirs.layers if theirs else ())})
     rows = []
     for layer in layers:
@@ -198,6 +201,8 @@ def _routes(pair: Pair, a: Sequence | None, b: Sequence | None, position: int) -
         rows.append({"layer": layer, "a": left, "b": right, "same": same, "order_only": order_only})
     return {
         "layers": rows,
+        "differ": sum(row["same"] is False for row in rows),
+        "comparable": any(row["same"] is not None for row in rows),
         "b_role": role if theirs is not None else None,
         "missing": "",
         "num_experts": (ours or theirs).num_experts,  # type: ignore[union-attr]

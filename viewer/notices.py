@@ -82,7 +82,7 @@ def _no_report(pair: Pair, tape: Tape) -> dict[str, Any]:
                 ["rolltape", "view", parent, path, report],
             ],
         )
-    replay = f"{path}-replay"
+    replay = f"{path}.replay"
     return _notice(
         "info",
         "No report of this tape is open",

@@ -116,6 +116,7 @@ _finder = _Finder()
 def _call(target: str) -> None:
     module, _, function = target.partition(":")
     try:
+        _mend_package(module.partition(".")[0])
         __import__(module)
         getattr(sys.modules[module], function)()
     except KeyboardInterrupt:
@@ -135,6 +136,29 @@ def _call(target: str) -> None:
         _say_once(target, text)
         if os.environ.get("ROLLTAPE_STRICT") == "1":
             raise RuntimeError("rolltape: " + text) from error
+
+
+def _mend_package(name: str) -> None:
+    """A folder called `rolltape` beside the script must not stand in for an editable install.
+
+    Python takes such a folder, a clone for example, for a namespace package, and asks the finder
+    of the editable install only after that.
+    """
+    path = os.environ.get("ROLLTAPE_PACKAGE", "")
+    if name != "rolltape" or not os.path.isfile(path):
+        return
+    try:
+        package = __import__(name)
+    except ImportError:
+        return  # said by the import of the target
+    if getattr(package, "__file__", None) is None:
+        from importlib.util import module_from_spec, spec_from_file_location
+
+        folder = os.path.dirname(path)
+        spec = spec_from_file_location(name, path, submodule_search_locations=[folder])
+        if spec is not None and spec.loader is not None:
+            sys.modules[name] = module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
 
 
 def _say_once(about: str, text: str) -> None:

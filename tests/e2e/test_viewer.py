@@ -321,8 +321,10 @@ def test_the_panel_shows_where_the_routes_differ(tab: Tab, scene: Scene) -> None
     case = scene.cases["0-0.1"]
     flips = diff_case(case)["flips"]
     position = int(np.flatnonzero(flips.valid & (flips.values > 0))[0])
-    page = tab.sequence(case.key_a.id, f"?tok={position}")
-    differing = page.locator(".routes tr.differs")
+    # the token after it was drawn by that forward: its routes stand first
+    page = tab.sequence(case.key_a.id, f"?tok={position + 1}")
+    expect(page.get_by_text(f"Experts that drew this token (input {position})")).to_be_visible()
+    differing = page.locator("table.routes").first.locator("tr.differs")
     expect(differing).to_have_count(int(flips.values[position]))
     expect(differing.first).to_contain_text("differs")
     expect(differing.first.locator("mark")).to_have_count(2)

@@ -536,3 +536,27 @@ def test_the_interpreter_of_a_command_is_found(
 def test_a_command_without_any_python_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InjectionError, match="no Python interpreter found for 'make'"):
         interpreter_of(["make"], {"PATH": str(tmp_path)})
+
+
+def test_a_clone_beside_the_script_does_not_stand_in_for_the_package(tmp_path: Path) -> None:
+    """`~/rollout.py` beside `~/rolltape`, a clone: the usual way to try it."""
+    (tmp_path / "rolltape" / "store").mkdir(parents=True)  # a namespace package, to Python
+    (tmp_path / "engine.py").write_text("")
+    (tmp_path / "rollout.py").write_text(
+        "import sys\n"
+        f"sys.path.append({str(INJECT)!r})\n"
+        "import _rolltape_hook as hook\n"
+        "hook.watch({'engine': 'rolltape.store.writer:new_uuid'})\n"
+        "import engine, rolltape\n"
+        "print(rolltape.__version__, rolltape.store.__name__)\n"
+    )
+    package = Path(rolltape.__file__)
+    env = {**os.environ, "ROLLTAPE_PACKAGE": str(package), "ROLLTAPE_TAPE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "rollout.py")],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == f"{rolltape.__version__} rolltape.store", done.stderr

@@ -229,6 +229,19 @@ def test_the_panel_marks_the_layers_that_disagree(api: Api, scene: Scene) -> Non
     assert np.float32(layers[2]["a"]["margin"]) == case.margin[position, 2]
 
 
+def test_the_routes_that_drew_a_token_are_those_of_the_input_before_it(
+    api: Api, scene: Scene
+) -> None:
+    case = scene.cases["0-0.1"]
+    flips = diff_case(case)["flips"]
+    position = int(np.flatnonzero(flips.valid & (flips.values > 0))[0]) + 1
+    drawn_by = api.get(api.at("seqs", case.key_a.id, "tokens", str(position)))["drawn_by"]
+    ids = [row["a"]["ids"] for row in drawn_by["layers"]]
+    assert ids == case.routes[position - 1].tolist()
+    assert drawn_by["differ"] == flips.values[position - 1]
+    assert api.get(api.at("seqs", case.key_a.id, "tokens", "0"))["drawn_by"] is None
+
+
 def test_a_missing_route_says_why(api: Api, scene: Scene) -> None:
     detail = api.get(api.at("seqs", scene.id("0-1.1"), "tokens", "4"))
     assert {row["a"]["reason"] for row in detail["routes"]["layers"]} == {"cached"}

@@ -114,11 +114,26 @@ function batch(title, side, href) {
     step.batch_size > step.batch.length ? h('p', { class: 'hint' }, `The first ${step.batch.length} of ${count(step.batch_size)} rows.`) : null);
 }
 
+// The routes that drew a token are those of the input before it: they stand first and open.
 function routes(data) {
-  const { routes: r } = data;
-  const lead = data.flips === null ? null : data.flips
-    ? `Routing differs in ${data.flips} layer${data.flips > 1 ? 's' : ''}.` : 'Both sides chose the same experts in every layer.';
-  if (!r.layers.length) return h('p', { class: 'hint' }, [lead, `Experts: ${r.missing}.`].filter(Boolean).join(' '));
+  const own = data.routes;
+  if (!own.layers.length) return h('p', { class: 'hint' }, `Experts: ${own.missing}.`);
+  const input = data.position - 1;
+  return [
+    data.drawn_by ? routeTable(`Experts that drew this token (input ${input})`, data.drawn_by) : null,
+    h('details', { open: data.drawn_by ? null : true },
+      h('summary', {}, `Experts when it was the input itself (${verdict(own)})`), routeTable(null, own)),
+  ];
+}
+
+function verdict(r) {
+  if (!r.comparable) return 'not compared';
+  return r.differ ? `differs in ${r.differ} layer${r.differ > 1 ? 's' : ''}` : 'the same in every layer';
+}
+
+function routeTable(title, r) {
+  const lead = !r.comparable ? null : r.differ
+    ? `Routing ${verdict(r)}.` : 'Both sides chose the same experts in every layer.';
   const b = r.b_role !== null;
   const cell = (own, other) => {
     if (own.ids === null) return h('td', { class: 'hint' }, own.reason || 'not recorded');
@@ -126,8 +141,8 @@ function routes(data) {
     return h('td', { class: 'mono ids' }, parts);
   };
   return [
-    h('h3', {}, 'Experts when this token was the input'),
-    lead ? h('p', { class: data.flips ? 'flagline' : 'hint' }, lead) : null,
+    title ? h('h3', {}, title) : null,
+    lead ? h('p', { class: r.differ ? 'flagline' : 'hint' }, lead) : null,
     h('div', { class: 'scroll' }, h('table', { class: 'data routes' },
       h('thead', {}, h('tr', {},
         h('th', { scope: 'col' }, 'layer'), h('th', { scope: 'col' }, 'A'),
