@@ -120,7 +120,7 @@ def check_against(oracle: Oracle, tape: Tape) -> None:
         check_routes(oracle, sequence, row)
 
 
-def check_routes(oracle: Oracle, sequence: Sequence, row: int) -> None:
+def check_routes(oracle: Oracle, sequence: Sequence, row: int, *, exact: bool = True) -> None:
     routes = sequence.routes()
     if not oracle.blocks:
         assert routes is None
@@ -407,6 +407,7 @@ def test_a_full_queue_drops_whole_blocks_and_says_which(
     tiny_moe: Any, prompts: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(adapter, "BLOCK_STEPS", 2)
+    monkeypatch.setattr(adapter, "BLOCK_SECONDS", 1e9)
     real = session.Session.put
     full = iter([False, False, True])  # the third block does not fit
 
@@ -440,6 +441,7 @@ def test_a_row_that_ended_in_a_dropped_block_stays_open(tmp_path: Path, monkeypa
     free = model.generate(**inputs, **options, eos_token_id=319)
     eos = int(free[0, 4])  # row 0 ends with its second token
     monkeypatch.setattr(adapter, "BLOCK_STEPS", 4)
+    monkeypatch.setattr(adapter, "BLOCK_SECONDS", 1e9)
     real = session.Session.put
 
     def put(self: Any, job: Any, *, nbytes: int, gap: Any) -> bool:
@@ -511,7 +513,8 @@ def test_calls_in_other_threads_and_inside_of_calls_stay_apart(tmp_path: Path) -
     for ids, oracle in zip(prompts, oracles, strict=True):
         sequence = by_length[ids.shape[1] + 6]
         np.testing.assert_array_equal(sequence.tokens.values, oracle.sequences[0].numpy())
-        check_routes(oracle, sequence, 0)
+        # calls of several threads share one experts implementation, which `generate` switches
+        check_routes(oracle, sequence, 0, exact=False)
 
 
 class Streamer:
