@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rolltape.replay.switches import CHOICES
 from rolltape.store.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,10 +18,13 @@ if TYPE_CHECKING:
 EXECUTORS = ("transformers",)
 MODES = ("score",)
 
+#: For the help: every switch with its values, the default first.
+_SWITCHES = "; ".join(f"{key}={'|'.join(values)}" for key, values in CHOICES.items())
+
 _TORCH_STACK = ("safetensors", "torch", "transformers")
 
 
-@click.command()
+@click.command(short_help="Score the tokens of a tape again, as a trainer does.")
 @click.argument("tape", metavar="TAPE", type=click.Path(path_type=Path))
 @click.option(
     "-o",
@@ -35,7 +39,7 @@ _TORCH_STACK = ("safetensors", "torch", "transformers")
 @click.option("--mode", default="score", show_default=True, metavar="MODE",
               help="score: one teacher-forced forward, as a trainer does it.")  # fmt: skip
 @click.option("--switch", "switches", multiple=True, metavar="KEY=VALUE",
-              help="One controlled change, for example routing=ids; may be repeated.")  # fmt: skip
+              help=f"One controlled change; may be repeated. {_SWITCHES}")  # fmt: skip
 @click.option("--model", metavar="PATH", help="Model to run; by default the one the tape names.")
 @click.option("--device", metavar="D", help="torch device; by default CUDA if there is one.")
 @click.option(
@@ -100,7 +104,7 @@ def replay(
     return 0
 
 
-@click.command()
+@click.command(short_help="Compare two tapes token by token.")
 @click.argument("a", metavar="TAPE", type=click.Path(path_type=Path))
 @click.argument("b", metavar="TAPE2", type=click.Path(path_type=Path))
 @click.option("-o", "--output", metavar="REPORT", type=click.Path(path_type=Path),

@@ -36,10 +36,23 @@ class _LazyGroup(click.Group):
         return command
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+_EXAMPLE = """\b
+In order:
+  rolltape record -o a -- python rollout.py
+  rolltape replay a -o b --on transformers --mode score --switch support=recorded
+  rolltape diff a b -o report
+  rolltape view a b report
+"""
+
+
+@click.group(
+    cls=_LazyGroup,
+    epilog=_EXAMPLE,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="rolltape")
 def cli() -> None:
-    """Record what a rollout engine really did, replay it through the trainer, explain the gap."""
+    """Record what a rollout engine did, score it as the trainer does, find where they differ."""
 
 
 def main(args: list[str] | None = None) -> None:

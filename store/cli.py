@@ -21,7 +21,7 @@ _WIDTH = 80
 _SEAL_ELSEWHERE = ("argv", "host", "started")  # said of the recording already, or of no use here
 
 
-@click.command()
+@click.command(short_help="What a tape holds, and what is wrong with it.")
 @click.argument("tape", metavar="TAPE", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def info(tape: Path, as_json: bool) -> int:
@@ -45,7 +45,7 @@ def info(tape: Path, as_json: bool) -> int:
     return 2
 
 
-@click.command()
+@click.command(short_help="Sequences of a tape, or one position by position.")
 @click.argument("tape", metavar="TAPE", type=click.Path(path_type=Path))
 @click.argument("sequence", metavar="[SEQ]", required=False)
 @click.option(

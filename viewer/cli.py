@@ -13,7 +13,7 @@ import click
 from rolltape.store.errors import UsageError
 
 
-@click.command()
+@click.command(short_help="Look at tapes and reports in a browser.")
 @click.argument(
     "paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
