@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from rolltape.store.columns import Masked
 from rolltape.store.sequences import Sequence, Tape
 
 #: Problems of one kind that a report names one by one; the rest are counted.
@@ -51,16 +50,6 @@ def fold(problems: Iterable[Problem]) -> list[dict[str, Any]]:
             message = f"{kind}: {more} more"
             kept.append({"kind": kind, "message": message, "blocks": blocks, "more": more})
     return kept
-
-
-def stretch(column: Masked, n: int) -> Masked:
-    """The column over positions 0..n-1, missing where it did not reach."""
-    if len(column) == n:
-        return column
-    out = Masked.empty(n, column.values.dtype)
-    out.values[: len(column)] = column.values[:n]
-    out.valid[: len(column)] = column.valid[:n]
-    return out
 
 
 def token_problem(a: Sequence, b: Sequence) -> Problem | None:
@@ -131,7 +120,7 @@ class WeightUse:
     def add(self, a: Sequence, b: Sequence, where: np.ndarray) -> None:
         """Count the tokens of a pair where `where` (bool [n]) is set."""
         n = len(where)
-        va, vb = stretch(a.weight_version, n), stretch(b.weight_version, n)
+        va, vb = a.weight_version.resized(n), b.weight_version.resized(n)
         versions = np.stack([va.fill(-1)[where], vb.fill(-1)[where]], axis=1)
         for (x, y), tokens in zip(*np.unique(versions, axis=0, return_counts=True), strict=True):
             key = a.key.engine, _version(x), b.key.engine, _version(y)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from rolltape.replay.align import Pair
-from rolltape.replay.identity import stretch
 from rolltape.replay.measures import same_bits
 from rolltape.replay.routing_diff import PairRouting
 from rolltape.replay.semantics import (
@@ -124,14 +123,14 @@ def read_pair(pair: Pair, a: Sequence, b: Sequence) -> PairTokens:
     """Read both sides; the tokens must have been found equal."""
     n = max(a.length, b.length)
     response = np.arange(n) >= a.prompt_len
-    mask_a, mask_b = stretch(a.loss_mask, n), stretch(b.loss_mask, n)
+    mask_a, mask_b = a.loss_mask.resized(n), b.loss_mask.resized(n)
     counts = response & mask_a.fill(True) & mask_b.fill(True)
     both = response & mask_a.valid & mask_b.valid
     scored_a, scored_b = read_scored(a, n), read_scored(b, n)
     same_tape = a.tape.uuid == b.tape.uuid
     kept = _kept(a, b, n)
     comparison = compare_meanings(scored_a, scored_b, where=counts, kept=kept, same_tape=same_tape)
-    version_a, version_b = stretch(a.weight_version, n), stretch(b.weight_version, n)
+    version_a, version_b = a.weight_version.resized(n), b.weight_version.resized(n)
     return PairTokens(
         pair=pair,
         a=a,

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from rolltape.replay.activation_diff import SpanError
-from rolltape.replay.identity import stretch
 from rolltape.replay.pair import COMPARED, MASKED, MISSING_A, MISSING_B, NON_FINITE, PairResult
 from rolltape.store import TapeWriter, create_report
 from rolltape.store.columns import Masked
@@ -130,5 +129,5 @@ def _tokens(result: PairResult, column: str | None) -> dict[str, Any]:
         "a_logprob": a,
         "b_logprob": b,
         "delta": delta,
-        "flips": empty if result.routing is None else stretch(result.routing.flips, n),
+        "flips": empty if result.routing is None else result.routing.flips.resized(n),
     }

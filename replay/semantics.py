@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rolltape.replay.identity import Problem, stretch
+from rolltape.replay.identity import Problem
 from rolltape.store.columns import Masked
 from rolltape.store.schema import SUPPORT_EXPLICIT, SUPPORT_FULL, SUPPORT_UNRECORDED
 from rolltape.store.sequences import LOGPROBS, Sequence, Supports
@@ -68,10 +68,10 @@ class Clash:
 
 def read_scored(sequence: Sequence, n: int) -> Scored:
     """The logprobs of a sequence with their meaning; unusable where the token is unknown."""
-    known = stretch(sequence.tokens, n).valid
+    known = sequence.tokens.resized(n).valid
     columns = {}
     for name in LOGPROBS:
-        column = stretch(sequence.logprob(name), n)
+        column = sequence.logprob(name).resized(n)
         columns[name] = Masked(column.values.copy(), column.valid & known)
     code = np.full(n, -1, np.int32)
     codes: dict[str, int] = {}

@@ -40,6 +40,15 @@ class Masked:
     def __getitem__(self, where: Any) -> Masked:
         return Masked(self.values[where], self.valid[where])
 
+    def resized(self, n: int) -> Masked:
+        """Over positions 0..n-1: cut, or missing where it did not reach."""
+        if len(self) == n:
+            return self
+        out = Masked.empty(n, self.values.dtype)
+        out.values[: len(self)] = self.values[:n]
+        out.valid[: len(self)] = self.valid[:n]
+        return out
+
     def fill(self, missing: Any) -> np.ndarray:
         """A copy of the values with `missing` where there is none."""
         return np.where(self.valid, self.values, missing)

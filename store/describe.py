@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 
 from rolltape.store import codecs
 from rolltape.store.columns import Masked
-from rolltape.store.errors import DamagedShardError
 from rolltape.store.keys import Key
 from rolltape.store.schema import (
     REPORT_TABLES,
@@ -23,7 +22,7 @@ from rolltape.store.schema import (
 )
 from rolltape.store.sequences import LOGPROBS, Sequence, Tape
 from rolltape.store.shards import LIVE, list_shards
-from rolltape.store.tape import Folder, Report, check_seal
+from rolltape.store.tape import Folder, Report, seal_problems
 
 _SUPPORT_NAMES = {
     SUPPORT_FULL: "full",
@@ -44,7 +43,7 @@ def describe_tape(tape: Tape) -> dict[str, Any]:
     sequences = list(tape)
     tables = describe_tables(tape, TAPE_TABLES)
     response = sum(max(0, s.length - s.prompt_len) for s in sequences)
-    seal_problems = _seal_problems(tape)
+    broken = seal_problems(tape.path, tape.seal)
     torn = [p for p in tape.problems if "were ignored" in p]
     return {
         "kind": "tape",
@@ -78,8 +77,8 @@ def describe_tape(tape: Tape) -> dict[str, Any]:
         "tables": tables,
         "bytes": sum(t["bytes"] for t in tables.values()),
         "seal": _seal(tape),
-        "problems": [*seal_problems, *tape.problems],
-        "damaged": len(seal_problems) + len(tape.problems) > len(torn),
+        "problems": [*broken, *tape.problems],
+        "damaged": len(broken) + len(tape.problems) > len(torn),
     }
 
 
@@ -285,17 +284,6 @@ def _seal(tape: Tape) -> dict[str, Any] | None:
         "recovered": tape.seal.get("recovered", []),
         "live": tape.seal.get("live", []),
     }
-
-
-def _seal_problems(tape: Tape) -> list[str]:
-    """Every shard that the seal lists and that is gone or cut."""
-    found = []
-    for entry in (tape.seal or {}).get("shards", []):
-        try:
-            check_seal(tape.path, {"shards": [entry]})
-        except DamagedShardError as error:
-            found.append(str(error))
-    return found
 
 
 def position_rows(sequence: Sequence, start: int, stop: int) -> dict[str, Any]:

@@ -148,6 +148,17 @@ def check_seal(path: Path, seal: dict[str, Any]) -> None:
             )
 
 
+def seal_problems(path: Path, seal: dict[str, Any] | None) -> list[str]:
+    """Every shard that a seal lists and that is gone or cut."""
+    found = []
+    for entry in (seal or {}).get("shards", []):
+        try:
+            check_seal(path, {"shards": [entry]})
+        except DamagedShardError as error:
+            found.append(str(error))
+    return found
+
+
 def _read_header(root: Path, name: str) -> dict[str, Any]:
     file = root / name
     what = "report" if name == REPORT_HEADER else "tape"

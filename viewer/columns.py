@@ -84,22 +84,22 @@ def load_columns(pair: Pair, name: str) -> Columns:
     state = np.full(n, NOT_DIFFED, np.uint8)
     if sequence is not None:
         n, prompt_len = max(n, sequence.length), sequence.prompt_len
-        ids = _padded(sequence.tokens, n)
+        ids = sequence.tokens.resized(n)
         state = np.full(n, NOT_DIFFED, np.uint8)
-        mask = _padded(sequence.loss_mask, n)
+        mask = sequence.loss_mask.resized(n)
         state[mask.valid & ~mask.values] = MASKED
     column = str(pair.summary["column"]) if pair.summary.get("column") else None
-    a, b, delta = (_padded(cells[c], n) for c in ("a_logprob", "b_logprob", "delta"))
+    a, b, delta = (cells[c].resized(n) for c in ("a_logprob", "b_logprob", "delta"))
     if row is None and sequence is not None:
         column, a = _own_logprob(sequence, column)
-        a = _padded(a, n)
+        a = a.resized(n)
         state[(state == NOT_DIFFED) & ~a.valid] = NOT_SCORED
     given = cells["state"]
     known = given.valid & (given.values < len(TOKEN_STATES))
     state[: len(given)][known] = given.values[known]
     both = (state == COMPARED) & a.valid & b.valid
     equal = both & (_bits(a.values) == _bits(b.values))
-    flips = _padded(cells["flips"], n)
+    flips = cells["flips"].resized(n)
     return Columns(n, prompt_len, ids, state, a, b, delta, equal, flips, column)
 
 
@@ -131,15 +131,6 @@ def _own_logprob(sequence: Sequence, column: str | None) -> tuple[str | None, Ma
         if found.valid.any():
             return name, found
     return None, Masked.empty(sequence.length, np.float32)
-
-
-def _padded(column: Masked, n: int) -> Masked:
-    if len(column) == n:
-        return column
-    out = Masked.empty(n, column.values.dtype)
-    out.values[: len(column)] = column.values[:n]
-    out.valid[: len(column)] = column.valid[:n]
-    return out
 
 
 def _bits(values: np.ndarray) -> np.ndarray:

@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rolltape.store.errors import DamagedShardError, NotATapeError, RolltapeError, TapeError
+from rolltape.store.errors import NotATapeError, RolltapeError, TapeError
 from rolltape.store.sequences import Routes, Sequence, Tape, open_tape
 from rolltape.store.shards import list_shards
-from rolltape.store.tape import Report, check_seal, kind_of, open_report
+from rolltape.store.tape import Report, kind_of, open_report, seal_problems
 from rolltape.viewer.answers import unknown
 from rolltape.viewer.vocabulary import Vocabulary, load_vocabulary
 
@@ -146,14 +146,8 @@ class Pair:
     @cached_property
     def seal_problems(self) -> list[str]:
         """Shards that a seal lists and that are gone or cut."""
-        found = []
-        for tape in (t for t in (self.tape, self.b) if t is not None):
-            for entry in (tape.seal or {}).get("shards", []):
-                try:
-                    check_seal(tape.path, {"shards": [entry]})
-                except DamagedShardError as error:
-                    found.append(str(error))
-        return found
+        tapes = [t for t in (self.tape, self.b) if t is not None]
+        return [problem for t in tapes for problem in seal_problems(t.path, t.seal)]
 
     @property
     def problems(self) -> list[str]:

@@ -24,28 +24,6 @@ Row = dict[str, Any]
 MAX_LIMIT = 500
 
 _TEXT = ("id", "group", "finish")
-_NUMBERS = (
-    "order",
-    "prompt_len",
-    "response_len",
-    "weight_version",
-    "compared",
-    "masked",
-    "missing",
-    "non_finite",
-    "mean_abs",
-    "max_abs",
-    "max_at",
-    "k1",
-    "k3",
-    "first_over",
-    "disagree_share",
-    "tokens_any_share",
-)
-
-#: Columns that the list can be sorted and filtered by.
-COLUMNS = (*_TEXT, *_NUMBERS)
-
 _FROM_REPORT = (
     "compared",
     "masked",
@@ -58,6 +36,18 @@ _FROM_REPORT = (
     "k3",
     "first_over",
 )
+_NUMBERS = (
+    "order",
+    "prompt_len",
+    "response_len",
+    "weight_version",
+    *_FROM_REPORT,
+    "disagree_share",
+    "tokens_any_share",
+)
+
+#: Columns that the list can be sorted and filtered by.
+COLUMNS = (*_TEXT, *_NUMBERS)
 
 _TERM = re.compile(r"([A-Za-z0-9_]+)(<=|>=|!=|=|<|>|:)(.*)")
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {

@@ -19,23 +19,6 @@ from tests.e2e import viewer_data
 from tests.e2e.viewer_client import Api, Json
 from tests.e2e.viewer_data import Scene, build, diff_case, make_cases
 
-
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    return build(tmp_path_factory.mktemp("scene"))
-
-
-@pytest.fixture(scope="module")
-def api(scene: Scene) -> Api:
-    return Api(scene.a, scene.b, scene.report)
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Scene:
-    """Two short sequences, for tests that break things."""
-    return build(tmp_path, cases=make_cases()[:2])
-
-
 # ---- runs ---------------------------------------------------------------------------------
 
 
