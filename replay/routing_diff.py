@@ -21,6 +21,7 @@ _FIELDS = (
     "order_only",
     "top1_disagree",
     "weight_n",
+    "weight_finite",
     "weight_l1",
     "weight_equal",
     "flip_n",
@@ -284,7 +285,8 @@ class RoutingTally:
             "frac_disagree": counts["disagree"] / counts["decisions"],
             "weights_compared": int(s[_AT["weight_n"]]),
             "weights_equal": int(s[_AT["weight_equal"]]),
-            "weight_l1": _mean(s, "weight_l1", "weight_n"),
+            "weight_l1": _mean(s, "weight_l1", "weight_finite"),
+            "weights_non_finite": int(s[_AT["weight_n"]] - s[_AT["weight_finite"]]),
             "flip_margin_mean": _mean(s, "flip_margin", "flip_n"),
             "flip_margin_max": float(top) if np.isfinite(top) else None,
             "agree_margin_mean": _mean(s, "agree_margin", "agree_n"),
@@ -311,11 +313,12 @@ def input_version(sequence: Sequence, n: int) -> Masked:
 class _Part:
     ids: np.ndarray  # [c, L, k]
     weights: np.ndarray | None
+    weighted: np.ndarray  # [c, L]
 
 
 def _part(routes: Routes, span: slice, columns: list[int]) -> _Part:
     weights = None if routes.weights is None else routes.weights[span][:, columns]
-    return _Part(routes.ids[span][:, columns], weights)
+    return _Part(routes.ids[span][:, columns], weights, routes.weighted[span][:, columns])
 
 
 def _compare(a: _Part, b: _Part, valid: np.ndarray, margin: np.ndarray | None) -> np.ndarray:
@@ -333,10 +336,12 @@ def _compare(a: _Part, b: _Part, valid: np.ndarray, margin: np.ndarray | None) -
     if a.weights is not None and b.weights is not None:
         wa = np.take_along_axis(a.weights, by_id_a, -1)
         wb = np.take_along_axis(b.weights, by_id_b, -1)
-        known = valid & same_set & np.isfinite(wa).all(-1) & np.isfinite(wb).all(-1)
-        distance = np.abs(np.where(known[..., None], wa, 0).astype(np.float64)
-                          - np.where(known[..., None], wb, 0)).sum(-1)  # fmt: skip
+        known = valid & same_set & a.weighted & b.weighted
+        finite = known & np.isfinite(wa).all(-1) & np.isfinite(wb).all(-1)
+        distance = np.abs(np.where(finite[..., None], wa, 0).astype(np.float64)
+                          - np.where(finite[..., None], wb, 0)).sum(-1)  # fmt: skip
         out[..., _AT["weight_n"]] = known
+        out[..., _AT["weight_finite"]] = finite
         out[..., _AT["weight_l1"]] = distance
         out[..., _AT["weight_equal"]] = known & same_bits(wa, wb).all(-1)
     if margin is not None:

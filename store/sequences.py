@@ -34,8 +34,10 @@ class Routes:
         num_experts: experts a layer.
         ids: uint8 or uint16 [T, layers, k], slot order kept; see `valid`.
         valid: bool [T, layers]; false where nothing was recorded.
-        weights: float32 [T, layers, k] combine weights, or None.
-        margin: float32 [T, layers], k-th minus (k+1)-th choice score, or None.
+        weights: float32 [T, layers, k] combine weights, or None; see `weighted`.
+        weighted: bool [T, layers]; where weights were recorded. A NaN there is a recorded NaN.
+        margin: float32 [T, layers], k-th minus (k+1)-th choice score, NaN where there is none;
+            or None.
         missing: (start, n, layer or None, reason) of the ranges without a route.
     """
 
@@ -44,6 +46,7 @@ class Routes:
     ids: np.ndarray
     valid: np.ndarray
     weights: np.ndarray | None
+    weighted: np.ndarray
     margin: np.ndarray | None
     missing: tuple[tuple[int, int, int | None, str], ...]
 
@@ -393,6 +396,7 @@ def _join_routes(rows: list[dict[str, Any]], length: int, name: str) -> Routes:
     ids = np.zeros(shape, codecs.route_dtype(experts))
     valid = np.zeros(shape[:2], bool)
     weights = margin = None
+    weighted = np.zeros(shape[:2], bool)
     missing: list[tuple[int, int, int | None, str]] = []
     for row in rows:
         where = f"routes of {name} at {row['start']}"
@@ -416,13 +420,14 @@ def _join_routes(rows: list[dict[str, Any]], length: int, name: str) -> Routes:
             weights = np.full(shape, np.nan, np.float32) if weights is None else weights
             got = codecs.decode_floats(row["weights"], (n, len(layers), k), field=where)
             weights[span][fresh] = got[fresh]
+            weighted[span] |= fresh
         if row["margin"] is not None:
             margin = np.full(shape[:2], np.nan, np.float32) if margin is None else margin
             got = codecs.decode_floats(row["margin"], (n, len(layers)), field=where)
             margin[span][fresh] = got[fresh]
         for entry in json.loads(row["missing"]) if row["missing"] else []:
             missing.append((int(entry[0]), int(entry[1]), entry[2], str(entry[3])))
-    return Routes(layers, experts, ids, valid, weights, margin, tuple(missing))
+    return Routes(layers, experts, ids, valid, weights, weighted, margin, tuple(missing))
 
 
 def _join_supports(rows: list[dict[str, Any]], length: int, name: str) -> Supports:

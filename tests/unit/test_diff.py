@@ -523,6 +523,16 @@ def test_combine_weights_are_compared_by_expert(sides):
     report = sides.diff()
     layer = report["routing"]["per_layer"][0]
     assert layer["weight_l1"] == pytest.approx(0.25 / layer["weights_compared"], rel=1e-3)
+
+
+def test_a_weight_that_is_nan_is_a_difference_and_not_averaged(sides):
+    sides.b[0].used.weights[9, 0, 2] = np.nan
+    report = sides.diff()
+    assert report["verdict"] == "divergent"
+    layer = next(r for r in report["routing"]["per_layer"] if r["weights_non_finite"])
+    assert layer["weights_non_finite"] == 1
+    assert layer["weight_l1"] == 0
+    assert report["differences"]["route_weights"] == 1
     assert report["differences"]["route_weights"] == 1
     assert report["differences"]["routes"] == 0
 
