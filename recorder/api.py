@@ -44,12 +44,13 @@ def record(path: str | os.PathLike[str], **options: object) -> Iterator[Path]:
     from rolltape.recorder import transformers
 
     session.start(root, chosen)
-    transformers.bind()
+    bound = transformers.bind()
     status = "error"
     try:
         yield root
         status = "ok"
     finally:
         session.stop()
-        transformers.unbind()
+        if bound:
+            transformers.unbind()
         seal(root, status={"api": status})

@@ -290,9 +290,14 @@ class _Mark:
 
 
 _mark = _Mark()
+_registered = False
 
 
 def _stop_in_multiprocessing_children() -> None:
+    global _registered
+    if _registered:
+        return
+    _registered = True
     # Children of multiprocessing leave by os._exit: only its finalizers run there, and a forked
     # child forgets those of its parent first.
     from multiprocessing import util
@@ -306,7 +311,8 @@ def _stop_in_multiprocessing_children() -> None:
 
 def _after_fork() -> None:
     # threads and locks did not come along; what was queued belongs to the parent
-    global _active
+    global _active, _starting
+    _starting = threading.Lock()
     if _active is not None:
         _active = Session(_active.tape, _active.options)
 

@@ -261,7 +261,7 @@ def lines(summary: Summary, *, wall_s: float) -> list[str]:
         if summary.before is not None:
             out.append(f"this part added {_count(summary.added, 'sequence')}")
     incomplete = summary.sequences.get("open", 0)
-    gaps = _count(summary.gaps, "gap") if summary.gaps else "no gaps recorded"
+    gaps = _count(summary.gaps, "gap") if summary.gaps else "no gap rows"
     if incomplete:
         gaps = f"INCOMPLETE: {_count(incomplete, 'sequence')} never closed; {gaps}"
     if summary.gap_tokens:

@@ -13,6 +13,8 @@ by `rolltape.recorder.generation` in the writer thread.
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import threading
 import time
 import weakref
@@ -56,15 +58,32 @@ class _Running(threading.local):
 
 
 _running = _Running()
+#: A worker that may be killed after a call waits so long for what it recorded to be written.
+_DRAIN_SECONDS = 5.0
+
 _refused = False  # said once that there is no recording
 _lock = threading.Lock()
 _gated = False  # whether this version has what `_BEFORE_FORWARDS` names
 
 
-def bind() -> None:
-    """Patch transformers' generation; called once it has been imported. Idempotent."""
+def _after_fork() -> None:
+    # another thread of the parent may have held it, and nobody is left to let go
+    global _lock
+    _lock = threading.Lock()
+    _running.recording, _running.drafting = None, False
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def bind() -> bool:
+    """Patch transformers' generation; called once it has been imported.
+
+    Returns:
+        Whether it was not patched before.
+    """
     if _patches:
-        return
+        return False
     from transformers.generation.utils import GenerationMixin
 
     _patch(GenerationMixin, "_sample", _around_sample)
@@ -75,6 +94,7 @@ def bind() -> None:
     for mode in _UNRECORDED_MODES:
         if hasattr(GenerationMixin, mode):
             _patch(GenerationMixin, mode, _around_unrecorded)
+    return True
 
 
 def unbind() -> None:
@@ -127,20 +147,30 @@ def _around_sample(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     recording = session.safely("generate.begin", _begin, session, model, args, kwargs)
     if recording is None:
+        reason = "generate.begin failed or is disabled: a call is not recorded"
+        session.event("gap", detail={"reason": reason})
+    if not isinstance(recording, _Recording):
         return wrapped(*args, **kwargs)
     outer, _running.recording = _running.recording, recording
     try:
         result = wrapped(*args, **recording.kwargs)
     except BaseException as error:
-        finish = "error" if isinstance(error, Exception) else "abort"
-        session.safely("generate.end", recording.end, finish)
+        recording.finish("error" if isinstance(error, Exception) else "abort")
         raise
     else:
-        session.safely("generate.end", recording.end, None)
+        recording.finish(None)
         return result
     finally:
         _running.recording = outer
         recording.detach()
+        if _may_be_killed():
+            session.drain(_DRAIN_SECONDS)
+
+
+def _may_be_killed() -> bool:
+    """Whether this is a worker of a `multiprocessing.Pool`, which `Pool.__exit__` terminates."""
+    module = sys.modules.get("multiprocessing.process")
+    return bool(module is not None and module.current_process().daemon)
 
 
 class _Engine:
@@ -168,8 +198,12 @@ class _Engine:
         stamp = weights_stamp(model)
         if stamp == self.stamp:
             return
+        try:
+            digest = weights_digest(model)
+        except Exception as error:  # out of memory, say: the version is new, what it is unknown
+            session.fault("generate.digest", error)
+            digest = Digest(None, 0, 0)
         self.stamp = stamp
-        digest = weights_digest(model)
         if digest == self.digest and digest.value is not None:
             return  # moved, or written with what was there
         self.digest = digest
@@ -193,15 +227,17 @@ def _engine_of(session: Session, model: Any) -> _Engine:
         return engine
 
 
-def _begin(session: Session, model: Any, args: Any, kwargs: Any) -> _Recording | None:
+def _begin(session: Session, model: Any, args: Any, kwargs: Any) -> _Recording | str:
+    """The recording of a call, or why there is none, which stands in a gap then."""
     if len(args) != 1 or not {"stopping_criteria", "generation_config"} <= kwargs.keys():
-        session.event("gap", detail={"reason": "`_sample` was called in an unknown way"})
-        return None
+        unknown = "`_sample` was called in an unknown way"
+        session.event("gap", detail={"reason": unknown})
+        return unknown
     input_ids, mask = args[0], kwargs.get("attention_mask")
     problem = _unsupported(model, input_ids, mask, kwargs)
     if problem:
         session.event("gap", detail={"reason": problem})
-        return None
+        return problem
     engine = _engine_of(session, model)
     engine.check_weights(session, model)
     return _Recording(session, engine, model, input_ids, mask, kwargs)
@@ -296,7 +332,11 @@ class _Recording:
             "stopping_criteria": _watched(kwargs["stopping_criteria"], on_token),
         }
         if not compiled:
-            self._attach()
+            try:
+                self._attach()
+            except Exception:
+                self.detach()
+                raise
 
     # -- places to stand ------------------------------------------------------------------
 
@@ -448,6 +488,14 @@ class _Recording:
         return total
 
     # -- handing over ---------------------------------------------------------------------
+
+    def finish(self, finish: str | None) -> None:
+        """`end`, whose errors stay here; what could not be handed over is a gap."""
+        first, steps = self._first, len(self._steps)
+        failed = self.session.safely("generate.end", _done, self.end, finish) is None
+        if failed and self._first == first:  # else `_hand_over` said it
+            for gap in self._gaps(first, steps):
+                self.session.event("gap", **gap)
 
     def end(self, finish: str | None) -> None:
         """Hand over what is left; `finish` names the end of rows that had not ended.

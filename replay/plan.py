@@ -22,6 +22,7 @@ from rolltape.store import Sequence as TapeSequence
 #: Changes the routes of a sequence before they are forced; for controls that must fail.
 RouteTransform = Callable[[TapeSequence, Routes], Routes]
 
+_SELF_TEST_TOKENS = 128
 _LAYOUTS: dict[str, Layout] = {"padded": "padded", "packed": "packed"}
 _MODES: dict[str, Mode] = {"ids": "ids", "ids+weights": "ids+weights"}
 
@@ -211,9 +212,12 @@ def prove(run: Run, batches: list[Batch]) -> dict[str, Any] | None:
             check_separation(run.model, several[0], run.device)
     if run.options.mode is None:
         return None
-    # the smallest: it is run three times, and the logits of all three are alive at once
-    smallest = min(batches, key=lambda batch: sum(p.sequence.length for p in batch.placed))
-    return self_test(run.model, smallest.inputs(run.device), mode=run.options.mode)
+    # small, since it is run three times and the logits of all three are alive at once, but not
+    # so small that it proves nothing
+    sizes = [sum(p.sequence.length for p in batch.placed) for batch in batches]
+    enough = [size for size in sizes if size >= _SELF_TEST_TOKENS]
+    chosen = batches[sizes.index(min(enough, default=max(sizes)))]
+    return self_test(run.model, chosen.inputs(run.device), mode=run.options.mode)
 
 
 def _check_tokens(run: Run) -> None:

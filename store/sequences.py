@@ -264,8 +264,9 @@ class Tape(Folder):
                 f"{self.path}/tokens: {len(orphans)} sequences have no row in the sequences table, "
                 f"the first is {orphans[0].id}; they are left out"
             )
+        opened = sorted(latest.items(), key=lambda item: item[1]["opened_ns"] or 0)
         out = {}
-        for key, row in latest.items():
+        for key, row in opened:
             row["sampling"] = json.loads(row["sampling"]) if row["sampling"] else {}
             length = row["length"]
             known = max(lengths.get(key, 0), row["prompt_len"])
@@ -317,7 +318,7 @@ class Tape(Folder):
         whole = self.table(table)
         if rows is None:
             return whole.slice(0, 0)
-        if whole.num_columns and whole.column(0).num_chunks > 1:  # too large for one chunk
+        if any(column.num_chunks > 1 for column in whole.columns):  # too large for one chunk
             return pa.concat_tables([whole.slice(int(row), 1) for row in rows])
         return whole.take(pa.array(rows, pa.int64()))
 

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import re
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,23 +96,34 @@ class ShardWriter:
         number: running number of the shard within (table, writer).
         schema: schema of the table.
         fsync: also survive power loss, at a cost.
+        hidden: nobody reads the file before it is finished; for a recovery.
 
     The live file is locked (flock) for as long as its writer lives, so that whoever seals the
     tape can tell a dead writer from one that is still at work.
     """
 
     def __init__(
-        self, folder: Path, *, writer: str, number: int, schema: pa.Schema, fsync: bool = False
+        self,
+        folder: Path,
+        *,
+        writer: str,
+        number: int,
+        schema: pa.Schema,
+        fsync: bool = False,
+        hidden: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{writer}-{number}{LIVE}"
         self._stem = f"{writer}-{number}"
         self._fsync = fsync
         # it gets its name once it is locked: before, a sealer would take it for a dead one
-        opening = folder / f".{self._stem}.opening"
+        opening = folder / f".{self._stem}.{uuid.uuid4().hex}"
         self._file = open(opening, "xb")  # noqa: SIM115 - lives as long as the shard
         fcntl.flock(self._file, fcntl.LOCK_EX)
-        os.rename(opening, self.path)
+        if hidden:
+            self.path = opening
+        else:
+            os.rename(opening, self.path)
         self._sink = _HashingSink(self._file)
         self.schema = schema.with_metadata(
             {b"rolltape.table": folder.name.encode(), b"rolltape.format": format_version().encode()}
@@ -241,9 +253,9 @@ def read_live(path: Path) -> ShardContent:
         return ShardContent(batches, len(data) - intact, str(error).splitlines()[0])
 
 
-def recovered_name(path: Path) -> str:
-    """Writer id of the finished shard that recovery makes of a live one."""
-    return xxhash.xxh3_128_hexdigest(path.name.encode())
+def finished(path: Path) -> list[Path]:
+    """The finished shard that stands where a live one stood, if there is one."""
+    return list(path.parent.glob(f"{path.name.removesuffix(LIVE)}-*.arrow"))
 
 
 def is_locked(path: Path) -> bool:

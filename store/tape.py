@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from rolltape.store.errors import DamagedShardError, NewerFormatError, NotATapeError
 from rolltape.store.schema import FORMAT_MAJOR, REPORT_TABLES, TAPE_TABLES
-from rolltape.store.shards import LIVE, list_shards, read_live, read_sealed, recovered_name
+from rolltape.store.shards import LIVE, finished, list_shards, read_live, read_sealed
 from rolltape.store.writer import REPORT_HEADER, SEAL, TAPE_HEADER
 
 
@@ -77,14 +77,12 @@ class Folder:
     def _read(self, path: Path) -> list[pa.RecordBatch]:
         if not path.name.endswith(LIVE):
             return read_sealed(path)
-        if any(path.parent.glob(f"{recovered_name(path)}-0-*.arrow")):
+        if finished(path):
             return []  # recovered already, by a sealing that was cut short before it removed this
         try:
             content = read_live(path)
         except FileNotFoundError:  # sealed between the listing and now
-            stems = (path.name.removesuffix(LIVE), f"{recovered_name(path)}-0")
-            found = [p for stem in stems for p in path.parent.glob(f"{stem}-*.arrow")]
-            return [batch for p in found for batch in read_sealed(p)]
+            return [batch for p in finished(path) for batch in read_sealed(p)]
         if content.torn:
             self.problems.append(
                 f"{path}: {content.torn} bytes after the last whole batch were ignored "

@@ -18,11 +18,11 @@ from rolltape.store.schema import REPORT_TABLES, TAPE_TABLES
 from rolltape.store.shards import (
     LIVE,
     ShardWriter,
+    finished,
     format_version,
     is_locked,
     list_shards,
     read_live,
-    recovered_name,
 )
 
 SHARD_BYTES = 64 << 20
@@ -201,7 +201,7 @@ def recover(root: Path) -> list[dict[str, Any]]:
             content = read_live(path)
             if content.batches:
                 _finish_for(path, content.batches)
-            path.unlink()
+            path.unlink(missing_ok=True)
             rows = sum(b.num_rows for b in content.batches)
             name = f"{table.name}/{path.name}"
             found.append(
@@ -211,12 +211,13 @@ def recover(root: Path) -> list[dict[str, Any]]:
 
 
 def _finish_for(path: Path, batches: list[pa.RecordBatch]) -> None:
-    """Write the shard that replaces a live one; again is the same as once."""
-    twin = recovered_name(path)
-    if any(path.parent.glob(f"{twin}-0-*.arrow")):
+    """Write the finished shard of a live one, under its name and number; again is as once."""
+    if finished(path):
         return
-    path.with_name(f"{twin}-0{LIVE}").unlink(missing_ok=True)  # of a recovery that was cut short
-    shard = ShardWriter(path.parent, writer=twin, number=0, schema=batches[0].schema)
+    writer, number = path.name.removesuffix(LIVE).split("-")
+    shard = ShardWriter(
+        path.parent, writer=writer, number=int(number), schema=batches[0].schema, hidden=True
+    )
     for batch in batches:
         shard.write(batch)
     shard.close()

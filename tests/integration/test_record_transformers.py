@@ -639,6 +639,48 @@ def test_a_weight_that_moves_but_does_not_change_is_no_new_version(tmp_path: Pat
     assert [s.weight_version.values[-1] for s in tape] == [0, 0, 1]
 
 
+def test_a_digest_that_fails_is_a_version_of_unknown_weights(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    model = make_model("qwen3_moe")
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]], device=DEVICE)}
+
+    def fail(model: Any) -> None:
+        raise MemoryError("no room for the digest")
+
+    with rolltape.record(tmp_path / "a"):
+        model.generate(**inputs, do_sample=False, max_new_tokens=2)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+        monkeypatch.setattr(adapter, "weights_digest", fail)
+        model.generate(**inputs, do_sample=False, max_new_tokens=2)
+        model.generate(**inputs, do_sample=False, max_new_tokens=2)
+    tape = rolltape.open(tmp_path / "a")
+    assert [r["digest"] is None for r in tape.rows("weights")] == [False, True]
+    assert [s.weight_version.values[-1] for s in tape] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("where", ["_begin", "_Recording.end"])
+def test_calls_that_are_lost_are_gaps_also_when_the_hook_is_disabled(
+    tmp_path: Path, monkeypatch: Any, where: str
+) -> None:
+    model = make_model("qwen3_moe")
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]], device=DEVICE)}
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("injected fault")
+
+    owner, _, name = where.rpartition(".")
+    monkeypatch.setattr(getattr(adapter, owner) if owner else adapter, name, fail)
+    with rolltape.record(tmp_path / "a"):
+        for _ in range(6):
+            model.generate(**inputs, do_sample=False, max_new_tokens=2)
+    tape = rolltape.open(tmp_path / "a")
+    lost = [e for e in tape.rows("events") if e["kind"] == "gap"]
+    assert len(lost) == 6
+    assert not [s for s in tape if s.finish == "length"]
+
+
 def test_drafts_of_an_assistant_are_not_rollouts(tmp_path: Path) -> None:
     model, assistant = make_model("qwen3_moe"), make_model("qwen3_moe", num_hidden_layers=1)
     inputs = {"input_ids": torch.tensor([[5, 6, 7]], device=DEVICE)}

@@ -273,6 +273,24 @@ def test_a_sealing_that_was_cut_short_can_be_repeated(tmp_path: Path, monkeypatc
         assert store.open(root).table("sequences").num_rows == 3
 
 
+def test_recovery_keeps_what_was_written_first_the_record(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("rolltape.store.writer.SHARD_BYTES", 1)
+    key = {name: ROW[name] for name in ("engine", "request", "sample", "pass")}
+    root = store.create_tape(tmp_path / "a", role="rollout")
+    writer = store.TapeWriter(root)
+    for value in (1.0, 7.0):  # the second shard repeats the positions of the first
+        fragment = {**key, "start": 0, "n": 1, "ids": [[3]], "raw": [[value]]}
+        writer.append("tokens", fragment)
+        writer.flush()
+        monkeypatch.setattr("rolltape.store.writer.SHARD_BYTES", 1 << 20)
+    writer.append("sequences", {**ROW, "length": 1})
+    writer.flush()
+    writer.abandon()
+    for _ in range(2):
+        assert store.open(root).sequence("0.0").logprob("raw").values.tolist() == [1.0]
+        store.seal(root)
+
+
 def test_many_small_flushes_do_not_make_reading_quadratic(tmp_path: Path) -> None:
     tape = store.open(make(tmp_path / "a", rows=50))
     assert tape.table("sequences").column("request").num_chunks == 1
