@@ -7,6 +7,7 @@ where S is the padded prompt width, and token i of a row stands at column S + i.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -137,10 +138,11 @@ def stack_block(
         for name in _SMALL
         if steps and all(getattr(step, name) is not None for step in steps)
     }
-    column = call.width + first - sum(f.columns for f in steps[0].forwards) if steps else 0
     runs: list[tuple[int, list[Forward]]] = []
     layers: list[LayerPiece] = []
     for i, step in enumerate(steps):
+        # without a cache every step starts over
+        column = call.begin(first + i, [f.columns for f in step.forwards])
         for forward in step.forwards:
             for site, hidden in forward.layers.items():
                 layers.append(LayerPiece(site, hidden, column, i))
@@ -153,14 +155,6 @@ def stack_block(
             else:
                 runs.append((column, [forward]))
             column += forward.columns
-        # without a cache the next forward starts over
-        column = (
-            call.width
-            + first
-            + i
-            + 1
-            - sum(f.columns for f in (steps[i + 1].forwards if i + 1 < len(steps) else ()))
-        )
     routes = [_route_piece(begin, run) for begin, run in runs if run[0].routes]
     forwards = [[(f.step, f.t_ns, f.columns, f.experts) for f in s.forwards] for s in steps]
     return Block(first, small, forwards, routes, layers, alive, vocab, finish, closing, ready=None)
@@ -212,10 +206,13 @@ class Call:
     attention: str | None
     sdpa: str
     threads: int
-    seen_columns: int = -1
+    seen_columns: int = field(init=False)
     next_step: int = 0
     generated: list[np.ndarray] = field(default_factory=list)
     closed: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.seen_columns = self.cached
 
     @property
     def rows(self) -> int:
@@ -226,6 +223,10 @@ class Call:
     def width(self) -> int:
         """Padded prompt width S."""
         return int(self.prompts.shape[1])
+
+    def begin(self, step: int, columns: Iterable[int]) -> int:
+        """First column of a step's forwards, from the columns of each."""
+        return self.width + step - sum(columns)
 
     def prompt_len(self, row: int) -> int:
         """Prompt tokens of a row."""

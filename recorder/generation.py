@@ -215,9 +215,9 @@ def _nonzero_bytes(packed: np.ndarray) -> np.ndarray:
 def _write_steps(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays) -> None:
     steps: list[dict[str, Any]] = []
     spans: list[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = []
-    seen = call.seen_columns if call.seen_columns >= 0 else call.cached
+    seen = call.seen_columns
     for i, forwards in enumerate(block.forwards):
-        begin = call.width + block.first + i - sum(columns for _, _, columns, _ in forwards)
+        begin = call.begin(block.first + i, [columns for _, _, columns, _ in forwards])
         own = arrays.counts > i
         for step, t_ns, columns, experts in forwards:
             stop = begin + columns
@@ -290,7 +290,7 @@ def _write_routes(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays)
     first_column, ids, weights, valid = _route_columns(call, block)
     first_step = next((f[0] for forwards in block.forwards for f in forwards), None)
     ending = _endings(call, block, arrays)
-    own_column = call.width + block.first - sum(f[2] for f in block.forwards[0])
+    own_column = call.begin(block.first, [columns for _, _, columns, _ in block.forwards[0]])
     rows, cells = [], []
     for b in arrays.rows:
         count = int(arrays.counts[b])
@@ -356,7 +356,7 @@ def _route_columns(call: Call, block: Block) -> tuple[int, np.ndarray, np.ndarra
         valid [columns, layers]).
     """
     end = call.width + block.first + block.steps - 1
-    seen = begin = call.seen_columns if call.seen_columns >= 0 else call.cached
+    seen = begin = call.seen_columns
     shape = (call.rows, max(0, end - begin), len(call.layers), call.k)
     ids = np.zeros(shape, codecs.route_dtype(call.num_experts))
     weights = np.zeros(shape, np.float32)

@@ -1,7 +1,8 @@
 """Records `generate()` of transformers causal language models.
 
-One method is patched, `GenerationMixin._sample`, and only while a session is active does it do
-anything. For the length of one call the recorder stands at four places, none of which changes a
+`GenerationMixin._sample` is patched, what it calls before the model runs, and the decoding modes
+that only leave a gap; without an active session none of it does anything. For the length of one
+call the recorder stands at four places, none of which changes a
 value: three logits processors that pass their scores through (before all others, before the first
 that truncates, after all), the stopping criteria (first to see the sampled token), a forward
 pre-hook on the model (what was run) and one on every `experts` module (what was chosen).
@@ -229,21 +230,19 @@ def _engine_of(session: Session, model: Any) -> _Engine:
 
 def _begin(session: Session, model: Any, args: Any, kwargs: Any) -> _Recording | str:
     """The recording of a call, or why there is none, which stands in a gap then."""
-    if len(args) != 1 or not {"stopping_criteria", "generation_config"} <= kwargs.keys():
-        unknown = "`_sample` was called in an unknown way"
-        session.event("gap", detail={"reason": unknown})
-        return unknown
-    input_ids, mask = args[0], kwargs.get("attention_mask")
-    problem = _unsupported(model, input_ids, mask, kwargs)
+    problem = _unsupported(model, args, kwargs)
     if problem:
         session.event("gap", detail={"reason": problem})
         return problem
     engine = _engine_of(session, model)
     engine.check_weights(session, model)
-    return _Recording(session, engine, model, input_ids, mask, kwargs)
+    return _Recording(session, engine, model, args[0], kwargs.get("attention_mask"), kwargs)
 
 
-def _unsupported(model: Any, input_ids: Any, mask: Any, kwargs: Any) -> str | None:
+def _unsupported(model: Any, args: Any, kwargs: Any) -> str | None:
+    if len(args) != 1 or not {"stopping_criteria", "generation_config"} <= kwargs.keys():
+        return "`_sample` was called in an unknown way"
+    input_ids, mask = args[0], kwargs.get("attention_mask")
     if model.config.is_encoder_decoder:
         return "encoder-decoder models are not recorded"
     if input_ids.shape[1] == 0 or kwargs.get("inputs_embeds") is not None:
@@ -290,6 +289,7 @@ class _Recording:
         keep = min(engine.layers_left, ids.shape[0])
         engine.layers_left -= keep
         compiled = _compiled(model, kwargs, config)
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
         self.call = Call(
             engine=engine.id,
             number=next(engine.calls),
@@ -302,9 +302,9 @@ class _Recording:
             num_experts=engine.blocks[0].num_experts if engine.blocks else 0,
             weight_version=engine.version,
             kept_rows=keep,
-            cached=_cached_columns(kwargs),
+            cached=int(getattr(cache, "get_seq_length", lambda: 0)()),
             route_gap="compiled" if compiled else "not-captured",
-            cache=_cache_name(kwargs),
+            cache=None if cache is None else type(cache).__name__,
             threads=torch.get_num_threads(),
             attention=getattr(model.config, "_attn_implementation", None),
             sdpa=sdpa_backends(),
@@ -602,17 +602,6 @@ def _pad_left(ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
         return np.zeros(ids.shape[0], np.int64)
     width = ids.shape[1]
     return (mask[:, :width] == 0).sum(-1).cpu().numpy().astype(np.int64)
-
-
-def _cached_columns(kwargs: Any) -> int:
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    length = getattr(cache, "get_seq_length", lambda: 0)()
-    return int(length)
-
-
-def _cache_name(kwargs: Any) -> str | None:
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    return type(cache).__name__ if cache is not None else None
 
 
 def _compiled(model: Any, kwargs: Any, config: Any) -> bool:

@@ -131,7 +131,6 @@ class ShardWriter:
         # Arrow writes many small pieces; each crossing into Python costs more than copying it
         self._stream = pa.BufferedOutputStream(pa.PythonFile(self._sink, mode="w"), _PIECE)
         self._writer = pa.ipc.new_file(self._stream, self.schema, options=_OPTIONS)
-        self.rows = 0
 
     @property
     def size(self) -> int:
@@ -146,7 +145,6 @@ class ShardWriter:
         self._file.flush()
         if self._fsync:
             os.fsync(self._file.fileno())
-        self.rows += batch.num_rows
 
     def close(self) -> Path:
         """Finish the shard; returns its final path."""

@@ -116,7 +116,6 @@ class TapeWriter:
         self._numbers: dict[str, int] = {}
         self._pending: dict[str, list[pa.RecordBatch]] = {}
         self._pending_bytes: dict[str, int] = {}
-        self.rows: dict[str, int] = {}
 
     def append(self, table: str, columns: Mapping[str, Any]) -> None:
         """Add rows; see `rolltape.store.columns.make_batch` for what `columns` may hold.
@@ -142,8 +141,8 @@ class TapeWriter:
     def close(self) -> None:
         """Flush, finish every shard and give it its final name."""
         self.flush()
-        for table in list(self._open):
-            self._finish(table)
+        while self._open:
+            self._open.popitem()[1].close()
 
     def abandon(self) -> None:
         """After an error: let go of the files, which stay live. What was flushed is safe."""
@@ -176,13 +175,8 @@ class TapeWriter:
             )
         shard = self._open[table]
         shard.write(batch)
-        self.rows[table] = self.rows.get(table, 0) + batch.num_rows
         if shard.size >= SHARD_BYTES:
-            self._finish(table)
-
-    def _finish(self, table: str) -> None:
-        shard = self._open.pop(table)
-        shard.close()
+            self._open.pop(table).close()
 
 
 def recover(root: Path) -> list[dict[str, Any]]:
