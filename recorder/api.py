@@ -12,19 +12,20 @@ from rolltape.recorder import session
 from rolltape.recorder.options import Options
 from rolltape.recorder.provenance import provenance
 from rolltape.store import UsageError, create_tape, seal
+from rolltape.store.places import ObjectPlace
 
 
 @contextmanager
-def record(path: str | os.PathLike[str], **options: object) -> Iterator[Path]:
+def record(path: str | os.PathLike[str], **options: object) -> Iterator[Path | ObjectPlace]:
     """Record what this process generates into a new tape, and seal it at the end.
 
     Args:
-        path: folder of the new tape; must not exist, or be empty.
+        path: folder of the new tape, or URL in an object store; must not exist, or be empty.
         options: fields of `rolltape.recorder.options.Options`: level, layers, on_full,
-            queue_mb, fsync, strict.
+            queue_mb, fsync, strict, top_logprobs, commit_log, max_bytes, storage_options.
 
     Yields:
-        The path of the tape.
+        The path of the tape, or its place in the object store; `rolltape.open` takes both.
 
     Raises:
         TapeExistsError: there is something at `path` already.
@@ -40,10 +41,15 @@ def record(path: str | os.PathLike[str], **options: object) -> Iterator[Path]:
         chosen = Options(**options)  # type: ignore[arg-type]
     except TypeError as error:
         raise UsageError(f"record(): {error}") from error
-    root = create_tape(path, role="rollout", provenance=provenance(sys.argv))
+    root = create_tape(
+        path,
+        role="rollout",
+        provenance=provenance(sys.argv),
+        storage_options=chosen.storage_options,
+    )
     from rolltape.recorder import transformers
 
-    session.start(root, chosen)
+    session.start(path, chosen)
     bound = transformers.bind()
     status = "error"
     try:
@@ -53,4 +59,4 @@ def record(path: str | os.PathLike[str], **options: object) -> Iterator[Path]:
         session.stop()
         if bound:
             transformers.unbind()
-        seal(root, status={"api": status})
+        seal(path, status={"api": status}, storage_options=chosen.storage_options)

@@ -8,7 +8,7 @@ where S is the padded prompt width, and token i of a row stands at column S + i.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,7 +37,10 @@ class Forward:
 
 @dataclass
 class StepData:
-    """One sampling step; tensors [rows], `support` a bitmap [rows, ceil(V / 8)]."""
+    """One sampling step; tensors [rows], `support` a bitmap [rows, ceil(V / 8)].
+
+    `top_ids` and `top_logprobs` are [rows, k], `tail` is [rows]: see `rolltape.recorder.top`.
+    """
 
     forwards: list[Forward]
     token: torch.Tensor
@@ -47,6 +50,9 @@ class StepData:
     support: torch.Tensor | None
     alive: torch.Tensor  # before this step's token
     done: torch.Tensor  # the stopping criteria's answer after it
+    top_ids: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
+    tail: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +90,7 @@ class Block:
 
     Args:
         first: number of the first step.
-        small: token, raw, scaled, processed, support, alive, done, each [steps, rows, ...];
-            absent ones were not kept.
+        small: tensors of `StepData` by name, each [steps, rows, ...]; absent ones were not kept.
         forwards: per step (step number, time, columns, experts implementation) of its forwards.
         routes: in column order.
         layers: in column order.
@@ -113,7 +118,7 @@ class Block:
         return len(self.forwards)
 
 
-_SMALL = ("token", "raw", "scaled", "processed", "support", "alive", "done")
+_SMALL = tuple(f.name for f in fields(StepData) if f.name != "forwards")
 
 
 def stack_block(
@@ -173,6 +178,47 @@ def _route_piece(column: int, run: list[Forward]) -> RoutePiece:
         column=column,
         columns=run[0].columns,
     )
+
+
+def to_host(block: Block) -> Block:
+    """Start copying a block to the host; `ready` of the result is what to wait for."""
+    import torch
+
+    device = next(iter(block.small.values())).device if block.small else torch.device("cpu")
+    if device.type == "cpu":
+        return block
+    events = []
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        narrow = tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor
+        if tensor.device.type != "cuda":
+            return narrow.to("cpu")
+        host = torch.empty(narrow.shape, dtype=narrow.dtype, pin_memory=True)
+        host.copy_(narrow, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(tensor.device))
+        events.append(event)
+        return host
+
+    return replace(
+        block,
+        small={name: move(t) for name, t in block.small.items()},
+        routes=[replace(p, ids=move(p.ids), weights=move(p.weights)) for p in block.routes],
+        layers=[replace(p, hidden=move(p.hidden)) for p in block.layers],
+        alive=None if block.alive is None else move(block.alive),
+        ready=_All(events),
+    )
+
+
+class _All:
+    """Waits for several events."""
+
+    def __init__(self, events: list[Any]) -> None:
+        self._events = events
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
 
 
 @dataclass

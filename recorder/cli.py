@@ -24,10 +24,11 @@ from rolltape.recorder.launch import (
     start_tape,
     with_python,
 )
-from rolltape.recorder.options import LEVELS, ON_FULL, Options
+from rolltape.recorder.options import LEVELS, ON_FULL, STORAGE_VARIABLE, Options
 from rolltape.recorder.output import default_output, expand, prepare_output
 from rolltape.recorder.summary import lines, why_nothing
 from rolltape.store import UsageError
+from rolltape.store.places import LocalPlace
 
 
 @click.command(
@@ -37,8 +38,8 @@ from rolltape.store import UsageError
     "-o",
     "--output",
     metavar="TAPE",
-    help="Folder of the tape; {host} {pid} {time} {env:VAR} and %h %p %q{VAR} are filled in. "
-    "Default: runs/<UTC time>-<command>-<6 hex>.",
+    help="Folder of the tape, or URL in an object store; {host} {pid} {time} {env:VAR} and "
+    "%h %p %q{VAR} are filled in. Default: runs/<UTC time>-<command>-<6 hex>.",
 )
 @click.option("--append", is_flag=True, help="Record another part into an existing tape.")
 @click.option("--overwrite", is_flag=True, help="Remove the tape that is there first.")
@@ -57,6 +58,14 @@ from rolltape.store import UsageError
     "implies --level layers.",
 )
 @click.option(
+    "--top-logprobs",
+    type=click.IntRange(min=0),
+    envvar="ROLLTAPE_TOP_LOGPROBS",
+    default=Options.top_logprobs,
+    metavar="K",
+    help="Record the K most probable tokens of every position, with the mass of all others.",
+)
+@click.option(
     "--on-full",
     type=click.Choice(ON_FULL),
     envvar="ROLLTAPE_ON_FULL",
@@ -72,6 +81,27 @@ from rolltape.store import UsageError
     show_default=True,
     metavar="MB",
     help="Bound of the queue in each process.",
+)
+@click.option(
+    "--max-bytes",
+    type=click.IntRange(min=0),
+    envvar="ROLLTAPE_MAX_BYTES",
+    default=Options.max_bytes,
+    metavar="BYTES",
+    help="Stop recording, with a gap, when the tape has this size. The job goes on.",
+)
+@click.option(
+    "--commit-log",
+    metavar="FILE",
+    envvar="ROLLTAPE_COMMIT_LOG",
+    help="Append a line of JSON for each row with positions, after it is committed.",
+)
+@click.option(
+    "--storage-option",
+    metavar="KEY VALUE",
+    type=(str, str),
+    multiple=True,
+    help="Option of the object store of an -o URL, for example endpoint_override.",
 )
 @click.option("--fsync", is_flag=True, envvar="ROLLTAPE_FSYNC", help="Survive power loss too.")
 @click.option(
@@ -109,8 +139,12 @@ def record(
     overwrite: bool,
     level: str | None,
     layers: int | None,
+    top_logprobs: int,
     on_full: str,
     queue_mb: int,
+    max_bytes: int,
+    commit_log: str | None,
+    storage_option: tuple[tuple[str, str], ...],
     fsync: bool,
     inject: str,
     strict: bool,
@@ -136,12 +170,22 @@ def record(
     if output is None and append:
         raise UsageError("--append needs -o TAPE")
     target = expand(output, os.environ) if output is not None else default_output(command)
-    if "://" in target:
-        raise UsageError(f"-o {target}: recording goes to a local folder")
+    level, layers = _level(level, layers)
     job = Job(
         command=command,
-        tape=Path(os.path.abspath(target)),
-        options=_options(level, layers, on_full, queue_mb, fsync, strict),
+        tape=target if "://" in target else os.path.abspath(target),
+        options=Options(
+            level=level,
+            layers=layers,
+            top_logprobs=top_logprobs,
+            on_full=on_full,
+            queue_mb=queue_mb,
+            fsync=fsync,
+            strict=strict,
+            commit_log=os.path.abspath(commit_log) if commit_log else "",
+            max_bytes=max_bytes,
+            storage_options=dict(storage_option),
+        ),
         inject=inject,
     )
     if print_env:
@@ -150,22 +194,22 @@ def record(
         return 0
     voice = _Voice(quiet=quiet, verbose=verbose)
     if shell_env:
-        prepare_output(job.tape, append=append, overwrite=overwrite)
+        prepare_output(job.place, append=append, overwrite=overwrite)
         start_tape(job, append=append)
         for name, value in sorted(job.variables.items()):
             click.echo(f"export {name}={shlex.quote(value)}")
-        place = shlex.quote(str(job.tape))
-        voice.say(f"recording to {job.tape}")
+        place = shlex.quote(job.tape)
+        voice.say(f"recording to {job.place}")
         voice.say(f"seal it after the job: rolltape record --append -o {place} -- true")
         return 0
     refused = refusal(command, job.env)
     if refused is not None:
         voice.warn(refused.words)
         return refused.status
-    prepare_output(job.tape, append=append, overwrite=overwrite)
+    prepare_output(job.place, append=append, overwrite=overwrite)
     voice.say(f"recording to {_shown(job.tape)}")
     for name, value in sorted(job.variables.items()):
-        voice.detail(f"set {name}={value}")
+        voice.detail(f"set {name}={'...' if name == STORAGE_VARIABLE else value}")
     recorded = run(job, append=append)
     _report(voice, job, recorded)
     status = recorded.ended.status
@@ -178,9 +222,7 @@ def record(
     return end_like(recorded.ended, status=status, hung=recorded.hung)
 
 
-def _options(
-    level: str | None, layers: int | None, on_full: str, queue_mb: int, fsync: bool, strict: bool
-) -> Options:
+def _level(level: str | None, layers: int | None) -> tuple[str, int]:
     # on the command line each of the two says enough; a variable does not contradict it
     given = click.get_current_context().get_parameter_source
     if layers and given("layers") is not ParameterSource.ENVIRONMENT:
@@ -193,14 +235,7 @@ def _options(
         raise UsageError("--level layers needs --layers N", hint="the first N sequences")
     else:
         layers = 0
-    return Options(
-        level=level or Options.level,
-        layers=layers or 0,
-        on_full=on_full,
-        queue_mb=queue_mb,
-        fsync=fsync,
-        strict=strict,
-    )
+    return level or Options.level, layers or 0
 
 
 class _Voice:
@@ -265,8 +300,9 @@ def next_commands(job: Job, recorded: Recorded) -> list[str]:
     """What to do with the tape; nothing when it is empty."""
     if recorded.summary is None or not recorded.summary.total:
         return []
+    local = isinstance(job.place, LocalPlace)
     tape = _shown(job.tape)
-    replay = _shown(job.tape.with_name(job.tape.name + ".replay"))
+    replay = _shown(f"{job.tape.rstrip('/')}.replay" if local else f"{job.place.name}.replay")
     # kept sets, where there are any, are what makes the trainer's numbers comparable
     support = " --switch support=recorded" if recorded.summary.supports else ""
     return [
@@ -275,9 +311,11 @@ def next_commands(job: Job, recorded: Recorded) -> list[str]:
     ]
 
 
-def _shown(path: Path) -> str:
+def _shown(tape: str) -> str:
     """Relative if below the working folder, quoted for a shell."""
-    here = Path.cwd()
+    if "://" in tape:
+        return shlex.quote(tape.partition("?")[0])  # the query may hold keys
+    here, path = Path.cwd(), Path(tape)
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
@@ -296,7 +334,7 @@ def _faults(recorded: Recorded) -> list[str]:
 def _write_summary(voice: _Voice, file: Path, job: Job, recorded: Recorded, status: int) -> None:
     ended = recorded.ended
     content: dict[str, Any] = {
-        "tape": str(job.tape),
+        "tape": str(job.place),
         "command": {
             "exit": ended.exit,
             "signal": None if ended.signal is None else signal_name(ended.signal),

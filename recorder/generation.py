@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from rolltape.recorder import bitmaps
 from rolltape.recorder.blocks import Block, Call
 from rolltape.recorder.session import Job
 from rolltape.store import TapeWriter, codecs, token_digest
 from rolltape.store.columns import ragged
+from rolltape.store.distributions import distribution_columns, raw_semantics
+from rolltape.store.kept import encode_kept
 from rolltape.store.schema import SEMANTICS, SUPPORT_EXPLICIT, SUPPORT_FULL, SUPPORT_UNRECORDED
 
 if TYPE_CHECKING:
@@ -79,6 +82,7 @@ def block_job(call: Call, block: Block) -> Job:
             _write_steps(writer, call, block, arrays)
             _write_tokens(writer, call, block, arrays)
             _write_supports(writer, call, block, arrays)
+            _write_distributions(writer, call, block, arrays)
             if call.layers:
                 _write_routes(writer, call, block, arrays)
             if block.layers:
@@ -93,7 +97,8 @@ def block_job(call: Call, block: Block) -> Job:
 class _Arrays:
     """The small tensors of a block as numpy: [steps, rows]; `counts[b]` steps are row b's own.
 
-    `own` is [rows, steps]; `rows` are those with any.
+    `own` is [rows, steps]; `rows` are those with any. `top` is ids and logprobs [steps, rows, k]
+    and tail [steps, rows].
     """
 
     token: np.ndarray
@@ -103,6 +108,7 @@ class _Arrays:
     counts: np.ndarray
     own: np.ndarray
     rows: list[int]
+    top: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     @classmethod
     def of(cls, block: Block, rows: int) -> _Arrays:
@@ -119,6 +125,9 @@ class _Arrays:
             counts=counts,
             own=np.arange(block.steps) < counts[:, None],
             rows=np.flatnonzero(counts).tolist(),
+            top=(small["top_ids"], small["top_logprobs"], small["tail"])
+            if "tail" in small
+            else None,
         )
 
     def cells(self, values: np.ndarray, type_: pa.DataType) -> pa.ListArray:
@@ -157,59 +166,90 @@ def _write_tokens(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays)
     )
 
 
+#: Ids a position, on average, from which kept sets are not written as lists.
+_LARGE_SETS = 1024
+
+
 def _write_supports(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays) -> None:
-    sizes, ids, full = _kept_sets(call, block, arrays)
-    sizes, full = np.where(arrays.own & ~full, sizes, 0), full[arrays.own]
-    lengths = arrays.counts[arrays.rows]
+    sizes, full = _set_sizes(call, block, arrays)
     unseen = arrays.support is None and not call.sampling.greedy
     state = np.where(full, SUPPORT_FULL, SUPPORT_UNRECORDED if unseen else SUPPORT_EXPLICIT)
+    for spans in bitmaps.pieces(sizes, arrays.counts):
+        rows = [b for b, _, _ in spans]
+        lengths = np.array([stop - first for _, first, stop in spans])
+        ids = [_kept_ids(arrays, sizes, *span) for span in spans]
+        large = sum(map(len, ids)) > _LARGE_SETS * int(lengths.sum())
+        cells: dict[str, Any] = {
+            "ids": ragged(np.concatenate(ids), np.array([len(i) for i in ids]), pa.uint32())
+        }
+        if large:  # a bitmap, or the few ids that were cut, is many times smaller than a list
+            counts = [sizes[b, first:stop] for b, first, stop in spans]
+            cells = {
+                "ids": ragged(np.zeros(0, np.uint32), np.zeros(len(ids), np.int64), pa.uint32()),
+                "encoding": "kept",
+                "data": [
+                    encode_kept(c, i, vocab_size=block.vocab)
+                    for c, i in zip(counts, ids, strict=True)
+                ],
+            }
+        writer.append(
+            "supports",
+            {
+                **call.keys(rows),
+                "start": [call.prompt_len(b) + block.first + first for b, first, _ in spans],
+                "n": lengths,
+                "derived": False,
+                "state": ragged(_cut(state, spans), lengths, pa.uint8()),
+                "counts": ragged(_cut(sizes, spans), lengths, pa.int32()),
+                **cells,
+            },
+        )
+
+
+def _cut(values: np.ndarray, spans: list[bitmaps.Span]) -> np.ndarray:
+    """Values [rows, steps] of the spans, one after another."""
+    return np.concatenate([values[b, first:stop] for b, first, stop in spans])
+
+
+def _set_sizes(call: Call, block: Block, arrays: _Arrays) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of the explicit sets, 0 where there is none, and where the whole vocabulary was kept.
+
+    Both are [rows, steps].
+    """
+    shape = (call.rows, block.steps)
+    if call.sampling.greedy:
+        return np.ones(shape, np.int64), np.zeros(shape, bool)
+    if arrays.support is None:
+        return np.zeros(shape, np.int64), np.full(shape, not call.sampling.cuts)
+    sizes = bitmaps.set_sizes(arrays.support)
+    full = sizes == block.vocab
+    return np.where(arrays.own & ~full, sizes, 0), full
+
+
+def _kept_ids(arrays: _Arrays, sizes: np.ndarray, row: int, first: int, stop: int) -> np.ndarray:
+    """Ids of the explicit sets of some steps of a row; a greedy one is the token itself."""
+    explicit = sizes[row, first:stop] > 0
+    if arrays.support is None:
+        return arrays.token[first:stop, row][explicit]
+    return bitmaps.set_ids(arrays.support[first:stop, row][explicit])
+
+
+def _write_distributions(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays) -> None:
+    if arrays.top is None:
+        return
+    semantics = raw_semantics(vocab_size=block.vocab, dtype="float32", source="engine")
+    lengths = arrays.counts[arrays.rows]
+    ids, logprobs, tail = (part.swapaxes(0, 1)[arrays.own] for part in arrays.top)
     writer.append(
-        "supports",
+        "distributions",
         {
             **call.keys(arrays.rows),
             "start": [call.prompt_len(b) + block.first for b in arrays.rows],
             "n": lengths,
-            "derived": False,
-            "state": ragged(state, lengths, pa.uint8()),
-            "counts": ragged(sizes[arrays.own], lengths, pa.int32()),
-            "ids": ragged(ids, sizes.sum(1)[arrays.rows], pa.uint32()),
+            **distribution_columns(ids, logprobs, tail, lengths),
+            "semantics": pa.repeat(pa.scalar(semantics, type=SEMANTICS), len(lengths)),
         },
     )
-
-
-def _kept_sets(
-    call: Call, block: Block, arrays: _Arrays
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(sizes [rows, steps], ids of the own explicit cells, whole vocabulary kept [rows, steps])."""
-    shape = (call.rows, block.steps)
-    if call.sampling.greedy:
-        return np.ones(shape, np.int64), arrays.token.T[arrays.own], np.zeros(shape, bool)
-    if arrays.support is None:
-        whole = np.full(shape, not call.sampling.cuts)
-        return np.zeros(shape, np.int64), np.zeros(0, np.uint32), whole
-    where = _nonzero_bytes(arrays.support)
-    bits = np.unpackbits(arrays.support.reshape(-1)[where, None], axis=1, bitorder="little")
-    byte, bit = np.nonzero(bits)
-    cell, column = np.divmod(where[byte], arrays.support.shape[-1])
-    step, row = np.divmod(cell, call.rows)
-    sizes = np.zeros(shape, np.int64)
-    np.add.at(sizes, (row, step), 1)
-    full = sizes == block.vocab
-    keep = (arrays.own & ~full)[row, step]
-    # by row, then step; within a cell the ids stay ascending
-    order = np.argsort((row * block.steps + step)[keep], kind="stable")
-    return sizes, (column * 8 + bit)[keep][order], full
-
-
-def _nonzero_bytes(packed: np.ndarray) -> np.ndarray:
-    """Flat indexes of the bytes that are not zero: few, found eight at a time."""
-    flat = packed.reshape(-1)
-    whole = flat.size // 8 * 8
-    words = np.flatnonzero(flat[:whole].view(np.uint64) != 0)
-    near = (words[:, None] * 8 + np.arange(8)).reshape(-1)
-    near = np.concatenate([near, np.arange(whole, flat.size)])
-    found: np.ndarray = near[flat[near] != 0]
-    return found
 
 
 def _write_steps(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays) -> None:
@@ -318,7 +358,7 @@ def _write_routes(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays)
             {
                 "start": begin - pad,
                 "n": end - begin,
-                "ids": codecs.ROUTE_CODECS[_CODEC].encode(ids[b, span], call.num_experts),
+                "ids": codecs.encode_plain(ids[b, span], call.num_experts),
                 "weights": codecs.encode_floats(weights[b, span]),
                 "valid": codecs.encode_bits(valid[span]),
                 "missing": json.dumps(missing) if missing else None,

@@ -10,10 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
@@ -24,6 +26,7 @@ from rolltape.recorder.options import Options
 from rolltape.recorder.provenance import mask_argv, provenance
 from rolltape.recorder.summary import Summary, notes_to_events, summarize
 from rolltape.store import create_tape, seal
+from rolltape.store.places import LocalPlace, ObjectPlace, place_of
 from rolltape.store.tape import read_seal
 
 #: Exit statuses of shells for a command that could not be started.
@@ -46,22 +49,36 @@ class Job:
 
     Args:
         command: program and arguments, as they will be executed.
-        tape: where to record, absolute.
+        tape: where to record: an absolute path, or a URL.
         options: what to record.
         inject: `sitecustomize` or `pth`.
         env: environment of the launcher.
     """
 
     command: tuple[str, ...]
-    tape: Path
+    tape: str
     options: Options
     inject: str = "sitecustomize"
     env: Mapping[str, str] = field(default_factory=lambda: inherited_environment())
+
+    @cached_property
+    def place(self) -> LocalPlace | ObjectPlace:
+        """Where the tape lies."""
+        return place_of(self.tape, self.options.storage_options)
+
+    @cached_property
+    def procs(self) -> Path:
+        """Folder on this machine in which processes leave their heartbeats."""
+        if isinstance(self.place, LocalPlace):
+            return self.place.path / "procs"
+        return Path(tempfile.mkdtemp(prefix="rolltape-procs-"))
 
     @property
     def variables(self) -> dict[str, str]:
         """The variables that are set for the command, on top of `env`."""
         variables = self.options.environment(self.tape)
+        if not isinstance(self.place, LocalPlace):
+            variables["ROLLTAPE_PROCS"] = str(self.procs)
         # where a job finds us in spite of a folder of our name beside its script
         variables["ROLLTAPE_PACKAGE"] = str(rolltape.__file__)
         if self.inject == "sitecustomize":
@@ -145,8 +162,13 @@ def start_tape(job: Job, *, append: bool) -> None:
     """Make the tape of a job, unless another part is appended to one, and its `procs` folder."""
     if not append:
         facts = provenance(job.command, env={**job.env, **job.variables})
-        create_tape(job.tape, role="rollout", provenance=facts)
-    (job.tape / "procs").mkdir(exist_ok=True)
+        create_tape(
+            job.tape,
+            role="rollout",
+            provenance=facts,
+            storage_options=job.options.storage_options,
+        )
+    job.procs.mkdir(exist_ok=True)
 
 
 # -- the run ------------------------------------------------------------------------------
@@ -172,7 +194,7 @@ def run(job: Job, *, append: bool = False) -> Recorded:
         InjectionError: with `--inject pth`; nothing has been started then.
         TapeExistsError: there is something at `job.tape`, and `append` is not set.
     """
-    before = summarize(job.tape) if append else None
+    before = summarize(job.place, job.procs) if append else None
     started_ns = time.time_ns()
     with contextlib.ExitStack() as stack:
         # signals are ours before anything exists that would have to be undone
@@ -307,7 +329,7 @@ def _close(job: Job, ended: Ended, *, started_ns: int, before: Summary | None) -
     summary = None
     hung = sealing.hung
     if not hung:
-        reading = _Bounded(lambda: summarize(job.tape, before=before), SEAL_SECONDS)
+        reading = _Bounded(lambda: summarize(job.place, job.procs, before=before), SEAL_SECONDS)
         summary, hung = reading.value, reading.hung
         if hung:
             problems.append("the summary took too long; see `rolltape info`")
@@ -323,7 +345,7 @@ def _close(job: Job, ended: Ended, *, started_ns: int, before: Summary | None) -
 
 
 def _seal(job: Job, ended: Ended, *, started_ns: int) -> dict[str, Any]:
-    notes_to_events(job.tape)
+    notes_to_events(job.place, job.procs)
     status: dict[str, Any] = {
         "argv": mask_argv(job.command),
         "host": platform.node(),
@@ -333,11 +355,11 @@ def _seal(job: Job, ended: Ended, *, started_ns: int) -> dict[str, Any]:
         "wall_s": round(ended.wall_s, 3),
         "error": ended.error,
     }
-    former = read_seal(job.tape)
+    former = read_seal(job.place)
     if former is not None:  # another part of the same tape, see --append
         last = dict(former.get("status", {}))
         status["earlier"] = [*last.pop("earlier", []), last]
-    return seal(job.tape, status=status)
+    return seal(job.place, status=status)
 
 
 def signal_name(number: int) -> str:

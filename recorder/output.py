@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rolltape.store import TapeExistsError, UsageError, kind_of
+from rolltape.store.places import LocalPlace, ObjectPlace
 from rolltape.store.schema import TAPE_TABLES
 from rolltape.store.shards import LIVE, is_locked, list_shards
-from rolltape.store.tape import open_folder
-from rolltape.store.writer import SEAL, TAPE_HEADER
+from rolltape.store.tape import SEAL, TAPE_HEADER, Folder
 
 _TEMPLATE = re.compile(r"\{([^{}]*)\}|%q\{([^{}]*)\}|%([hp%])")
 
@@ -67,8 +67,10 @@ def expand(template: str, env: Mapping[str, str], *, now: float | None = None) -
     return _TEMPLATE.sub(fill, template)
 
 
-def prepare_output(tape: Path, *, append: bool = False, overwrite: bool = False) -> None:
-    """Make sure that a recording may go to `tape`; with `overwrite`, remove the tape there.
+def prepare_output(
+    place: LocalPlace | ObjectPlace, *, append: bool = False, overwrite: bool = False
+) -> None:
+    """Make sure that a recording may go to a place; with `overwrite`, remove the tape there.
 
     Raises:
         TapeExistsError: something is there, and neither option covers it.
@@ -78,8 +80,16 @@ def prepare_output(tape: Path, *, append: bool = False, overwrite: bool = False)
     if append and overwrite:
         raise UsageError("--append and --overwrite exclude each other")
     if append:
-        open_folder(tape)  # raises unless it is a tape that we can read
+        # raises unless it is a tape that we can read
+        Folder(place, header=TAPE_HEADER, schemas=TAPE_TABLES)
         return
+    if not isinstance(place, LocalPlace):
+        if overwrite:
+            raise UsageError(
+                f"--overwrite: {place} lies in an object store", hint="remove it there"
+            )
+        return  # making its header refuses to replace another
+    tape = place.path
     if not tape.exists() or (tape.is_dir() and not any(tape.iterdir())):
         return
     if not overwrite:

@@ -69,7 +69,7 @@ _PREFIXES = (
     "TRTLLM_",
     "VLLM_",
 )
-_SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|STORAGE_OPTIONS", re.IGNORECASE)
 
 #: A name whose last word is one of these holds a secret: --hf-token, wandb.api_key, apiKey.
 #: `--max-tokens` and `--tokenizer` do not.
@@ -168,6 +168,8 @@ def allowed_environment(env: Mapping[str, str]) -> dict[str, str]:
             kept[name] = mask_text(env[name])
         elif name.startswith(_PREFIXES):
             kept[name] = MASK if _SECRET_VARIABLE.search(name) else mask_text(env[name])
+    if "ROLLTAPE_TAPE" in kept:  # the query of a URL may hold keys
+        kept["ROLLTAPE_TAPE"] = kept["ROLLTAPE_TAPE"].partition("?")[0]
     return kept
 
 

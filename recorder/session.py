@@ -16,11 +16,10 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from rolltape.recorder.options import TAPE_VARIABLE, Options
-from rolltape.store import TapeWriter
+from rolltape.store import StorageError, TapeFullError, TapeWriter
 
 Job = Callable[[TapeWriter], None]
 Gap = dict[str, Any] | list[dict[str, Any]]
@@ -39,18 +38,22 @@ class _Item:
     gap: Gap
 
 
+class _End:
+    """There is nothing more to write."""
+
+
 class Session:
     """Records into one tape from this process.
 
     Args:
-        tape: folder of an existing tape.
+        tape: folder or URL of an existing tape.
         options: what to record.
 
     The writer and its thread start with the first `put`, so that a process which records
     nothing leaves nothing behind. After a fork the child has a session of its own.
     """
 
-    def __init__(self, tape: Path, options: Options) -> None:
+    def __init__(self, tape: str | os.PathLike[str], options: Options) -> None:
         self.tape = tape
         self.options = options
         self.faults: dict[str, int] = {}
@@ -147,9 +150,18 @@ class Session:
     def _run(self) -> None:
         writer: TapeWriter | None = None
         try:
-            writer = TapeWriter(self.tape, fsync=self.options.fsync)
-            while (item := self._next()) is not None:
-                self._do(writer, item)
+            writer = TapeWriter(
+                self.tape,
+                fsync=self.options.fsync,
+                storage_options=self.options.storage_options,
+                commit_log=self.options.commit_log or None,
+                max_bytes=self.options.max_bytes or None,
+            )
+            while not isinstance(item := self._next(writer), _End):
+                if item is None:
+                    writer.put_due()
+                else:
+                    self._do(writer, item)
             self._write_gaps(writer)
             writer.close()
         except Exception as error:  # disk full, folder gone: recording ends, the job does not
@@ -166,21 +178,23 @@ class Session:
                 self._busy = False
                 self._lock.notify_all()
 
-    def _next(self) -> _Item | None:
+    def _next(self, writer: TapeWriter) -> _Item | _End | None:
+        """The next job; None after a while in which rows of an object store grow old."""
         with self._lock:
             self._busy = False
             self._lock.notify_all()
             while not self._items:
                 if self._closing:
+                    return _End()
+                if not self._lock.wait(timeout=1.0 if writer.waiting else None):
                     return None
-                self._lock.wait()
             self._busy = True
             return self._items.popleft()
 
     def _do(self, writer: TapeWriter, item: _Item) -> None:
         try:
             item.job(writer)
-        except OSError:
+        except (OSError, StorageError, TapeFullError):
             raise
         except Exception as error:
             with self._lock:
@@ -259,7 +273,7 @@ def active() -> Session | None:
     return _active
 
 
-def start(tape: Path, options: Options) -> Session:
+def start(tape: str | os.PathLike[str], options: Options) -> Session:
     """Make a session the active one of this process."""
     global _active
     _active = Session(tape, options)
@@ -280,7 +294,7 @@ def start_from_env() -> Session | None:
     tape = os.environ.get(TAPE_VARIABLE)
     with _starting:
         if _active is None and tape:
-            start(Path(tape), Options.from_environment())
+            start(tape, Options.from_environment())
             atexit.register(stop)
     return _active
 

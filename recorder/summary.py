@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltape.recorder.inject._rolltape_hook import HOOKS
-from rolltape.store import DamagedShardError, TapeWriter
-from rolltape.store.shards import LIVE, list_shards, read_live
-from rolltape.store.tape import open_folder, read_seal
+from rolltape.store import TapeWriter
+from rolltape.store.places import Place
+from rolltape.store.schema import TAPE_TABLES
+from rolltape.store.tape import TAPE_HEADER, Folder
 
 _HEARTBEAT = re.compile(r"\d+-\d+")
 
@@ -125,41 +126,43 @@ class Summary:
         }
 
 
-def summarize(tape: Path, *, before: Summary | None = None) -> Summary:
+def summarize(place: Place, procs: Path, *, before: Summary | None = None) -> Summary:
     """Count what a tape holds.
 
     Args:
-        tape: the folder; sealed or not.
+        place: the tape; sealed or not.
+        procs: folder with the heartbeats of its processes.
         before: its summary from before this part of the recording.
     """
-    folder = open_folder(tape, skip_damaged=True)
+    folder = Folder(place, header=TAPE_HEADER, schemas=TAPE_TABLES, skip_damaged=True)
     events = folder.table("events")
     kinds = Counter(events.column("kind").to_pylist())
     gaps = events.filter(pc.equal(events.column("kind"), "gap"))
-    sealed = read_seal(tape) or {}
-    procs, foreign = _heartbeats(tape)
+    sealed = folder.seal or {}
+    processes, foreign = _heartbeats(procs)
     former = {(p.host, p.pid) for p in before.seen} | before.recording if before else set()
     recording = {
         (row["host"] or os.uname().nodename, row["pid"])
         for row in folder.table("engines").select(["host", "pid"]).to_pylist()
         if row["pid"] is not None
     }
-    tokens, damage = _token_count(tape)
+    # only that column: the others may be gigabytes
+    tokens = sum(pc.sum(b.column(0)).as_py() or 0 for _, _, b in folder.batches("tokens", ["n"]))
     return Summary(
         sequences=_by_finish(folder.table("sequences")),
         tokens=tokens,
-        bytes=sum(p.stat().st_size for p in tape.rglob("*") if p.is_file()),
-        supports=any(list_shards(tape / "supports")),
+        bytes=place.nbytes(),
+        supports=bool(folder.files("supports")),
         gaps=kinds["gap"],
         gap_tokens=pc.sum(gaps.column("n")).as_py() or 0,
         hook_errors=kinds["hook_error"],
         notices=kinds["notice"],
         messages=tuple(m for m in _messages(events) if not before or m not in before.messages),
-        seen=tuple(p for p in procs if (p.host, p.pid) not in former),
+        seen=tuple(p for p in processes if (p.host, p.pid) not in former),
         recording=frozenset(recording - former),
         live=tuple(sealed.get("live", ())),
         recovered=tuple(sealed.get("recovered", ())),
-        problems=(*folder.problems, *damage, *foreign),
+        problems=(*folder.problems, *foreign),
         before=before,
     )
 
@@ -174,36 +177,8 @@ def _by_finish(sequences: pa.Table) -> dict[str, int]:
     return dict(sorted(Counter(finish.values()).items()))
 
 
-def _token_count(tape: Path) -> tuple[int, list[str]]:
-    """Sum of `tokens.n`, reading only that column: the others may be gigabytes."""
-    total = 0
-    problems = []
-    for path in list_shards(tape / "tokens"):
-        try:
-            total += sum(pc.sum(c).as_py() or 0 for c in _spans(path))
-        except (pa.ArrowInvalid, OSError, DamagedShardError) as error:
-            problems.append(f"{path}: {str(error).splitlines()[0]}")
-    return total, problems
-
-
-def _spans(path: Path) -> Iterator[pa.Array]:
-    if path.name.endswith(LIVE):
-        for batch in read_live(path).batches:
-            yield batch.column("n")
-        return
-    with pa.memory_map(str(path)) as source:
-        with pa.ipc.open_file(source) as reader:
-            index = reader.schema.get_field_index("n")
-        source.seek(0)
-        options = pa.ipc.IpcReadOptions(included_fields=[index])
-        with pa.ipc.open_file(source, options=options) as reader:
-            for i in range(reader.num_record_batches):
-                yield reader.get_batch(i).column(0)
-
-
-def _heartbeats(tape: Path) -> tuple[list[Process], list[str]]:
+def _heartbeats(folder: Path) -> tuple[list[Process], list[str]]:
     found, problems = [], []
-    folder = tape / "procs"
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not _HEARTBEAT.fullmatch(path.name):
             continue
@@ -223,12 +198,12 @@ def _heartbeats(tape: Path) -> tuple[list[Process], list[str]]:
     return found, problems
 
 
-def notes_to_events(tape: Path) -> None:
+def notes_to_events(place: Place, procs: Path) -> None:
     """Move what the hook had to say, which knows no Arrow, into the `events` table."""
-    notes = sorted((tape / "procs").glob("note-*"))
+    notes = sorted(procs.glob("note-*"))
     if not notes:
         return
-    with TapeWriter(tape) as writer:
+    with TapeWriter(place) as writer:
         for note in notes:
             facts = json.loads(note.read_text())
             detail = {"hook": facts["about"], "error": facts["text"], "pid": facts["pid"]}

@@ -19,14 +19,13 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import wrapt
 
-from rolltape.recorder.blocks import Block, Call, Forward, StepData, stack_block
+from rolltape.recorder.blocks import Call, Forward, StepData, stack_block, to_host
 from rolltape.recorder.digest import Digest, weights_digest, weights_stamp
 from rolltape.recorder.facts import experts_implementation, model_facts, sdpa_backends
 from rolltape.recorder.generation import block_job, opening_job
@@ -34,6 +33,7 @@ from rolltape.recorder.moe import MoeBlock, decoder_layers, find_moe_blocks
 from rolltape.recorder.rows import engine_job, weights_job
 from rolltape.recorder.sampling import Sampling, read_sampling
 from rolltape.recorder.session import Session, active, start_from_env, warn
+from rolltape.recorder.top import check_top, top_logprobs
 from rolltape.store import new_uuid
 
 if TYPE_CHECKING:
@@ -188,8 +188,13 @@ class _Engine:
         self.version = -1
         self.stamp: int | None = None
         self.digest: Digest | None = None
+        facts, wanted = model_facts(model), session.options.top_logprobs
+        # too many: said and recorded at once, and the rest of the recording goes on without
+        self.top = wanted and session.safely(
+            "generate.top_logprobs", check_top, wanted, facts["vocab_size"]
+        )
         session.put(
-            engine_job(self.id, "rollout", "transformers", model_facts(model)),
+            engine_job(self.id, "rollout", "transformers", facts),
             nbytes=4096,
             gap={"engine": self.id, "detail": {"table": "engines"}},
         )
@@ -321,6 +326,7 @@ class _Recording:
         self._scaled: torch.Tensor | None = None
         self._processed: torch.Tensor | None = None
         self._support: torch.Tensor | None = None
+        self._top: dict[str, torch.Tensor] = {}
         self._alive: torch.Tensor | None = None
         self._handles: list[Any] = []
         opening = {"engine": engine.id, "detail": {"call": self.call.number, "table": "sequences"}}
@@ -436,6 +442,10 @@ class _Recording:
         self.expecting = False
         self.vocab = int(scores.shape[-1])
         self._raw = torch.log_softmax(scores, -1)
+        if self.engine.top:
+            ids, logprobs, tail = top_logprobs(self._raw, self.engine.top)
+            self._top = {"top_ids": ids, "top_logprobs": logprobs, "tail": tail}
+            self._nbytes += ids.nbytes + logprobs.nbytes + tail.nbytes
 
     def _on_scaled(self, scores: torch.Tensor) -> None:
         same = not self.sampling.edits and self.sampling.temperature == 1.0
@@ -468,9 +478,10 @@ class _Recording:
             support=self._support,
             alive=self._alive,
             done=done,
+            **self._top,
         )
         self._alive = self._alive & ~done
-        self._forwards, self._support = [], None
+        self._forwards, self._support, self._top = [], None, {}
         self.expecting = not _gated
         self._raw = self._scaled = self._processed = None
         self._steps.append(step)
@@ -518,7 +529,7 @@ class _Recording:
                 finish=finish,
                 closing=closing,
             )
-            job = block_job(self.call, _to_host(block))
+            job = block_job(self.call, to_host(block))
         except Exception:
             for gap in self._gaps(first, len(steps)):
                 self.session.event("gap", **gap)
@@ -556,45 +567,6 @@ def _pack(scores: torch.Tensor) -> torch.Tensor:
     # eight bytes of 0 or 1 as one integer; the product moves bit 8 i to bit 56 + i, and no two
     # of its terms meet. Nothing here makes the host wait for the device.
     return (kept_bytes.view(torch.int64) * 0x0102040810204080 >> 56).to(torch.uint8)
-
-
-def _to_host(block: Block) -> Block:
-    """Start copying a block to the host; `ready` of the result is what to wait for."""
-    device = next(iter(block.small.values())).device if block.small else torch.device("cpu")
-    if device.type == "cpu":
-        return block
-    events = []
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        narrow = tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor
-        if tensor.device.type != "cuda":
-            return narrow.to("cpu")
-        host = torch.empty(narrow.shape, dtype=narrow.dtype, pin_memory=True)
-        host.copy_(narrow, non_blocking=True)
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(tensor.device))
-        events.append(event)
-        return host
-
-    return replace(
-        block,
-        small={name: move(t) for name, t in block.small.items()},
-        routes=[replace(p, ids=move(p.ids), weights=move(p.weights)) for p in block.routes],
-        layers=[replace(p, hidden=move(p.hidden)) for p in block.layers],
-        alive=None if block.alive is None else move(block.alive),
-        ready=_All(events),
-    )
-
-
-class _All:
-    """Waits for several events."""
-
-    def __init__(self, events: list[Any]) -> None:
-        self._events = events
-
-    def synchronize(self) -> None:
-        for event in self._events:
-            event.synchronize()
 
 
 def _pad_left(ids: torch.Tensor, mask: torch.Tensor | None) -> Any:

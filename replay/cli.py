@@ -56,6 +56,9 @@ _TORCH_STACK = ("safetensors", "torch", "transformers")
               help="Record the output of every decoder layer for N sequences.")  # fmt: skip
 @click.option("--sequences", metavar="ID,ID",
               help="Sequences to record layer outputs for, instead of the first N.")  # fmt: skip
+@click.option("--top-logprobs", type=click.IntRange(min=0), default=0, metavar="K",
+              help="Record the K most probable tokens of every position scored, with the mass of "
+              "all others.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object.")
 def replay(
     tape: Path,
@@ -69,6 +72,7 @@ def replay(
     layout: Layout,
     layers: int,
     sequences: str | None,
+    top_logprobs: int,
     as_json: bool,
 ) -> int:
     """Run the tokens of TAPE again and record that as TAPE2, whose parent TAPE is."""
@@ -94,6 +98,7 @@ def replay(
         layout=layout,
         layers=layers,
         sequences=_names(sequences),
+        top_logprobs=top_logprobs,
     )
     if as_json:
         _print_json(summary)

@@ -244,7 +244,7 @@ def tape_warnings(tape: Tape, side: str) -> list[Problem]:
     for kind, what in (("gap", "gaps"), ("hook_error", "hook errors")):
         if counts[kind]:
             message = (
-                f"{side}: {counts[kind]} recorded {what}; `rolltape info {tape.path}` lists them"
+                f"{side}: {counts[kind]} recorded {what}; `rolltape info {tape.place}` lists them"
             )
             found.append(Problem(kind, message, False, {"side": side, "count": counts[kind]}))
     sources = Counter(

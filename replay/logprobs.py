@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from rolltape.recorder.facts import dtype_name
+from rolltape.recorder.top import top_logprobs
 from rolltape.replay.switches import Switches
 from rolltape.store import Masked, Supports
 from rolltape.store import Sequence as TapeSequence
+from rolltape.store.distributions import Distributions
 from rolltape.store.schema import SUPPORT_EXPLICIT, SUPPORT_FULL, SUPPORT_UNRECORDED
 
 #: Elements of the float copy of the logits that is made at a time.
@@ -76,6 +78,7 @@ class Logprobs:
         width: of the logits, padding included.
         dtype: name of the dtype of the log-softmax.
         outside: how many tokens are not in their own recorded kept set.
+        top: the most probable tokens under `raw`, None when they were not asked for.
     """
 
     raw: Masked
@@ -84,6 +87,7 @@ class Logprobs:
     width: int
     dtype: str
     outside: int
+    top: Distributions | None = None
 
 
 def sampling_spans(sequence: TapeSequence, switches: Switches) -> list[Span]:
@@ -111,6 +115,7 @@ def score(
     supports: Supports | None,
     *,
     dtype: torch.dtype,
+    top: int = 0,
 ) -> Logprobs:
     """Logprobs of the response tokens of one sequence.
 
@@ -120,12 +125,14 @@ def score(
         spans: of `sampling_spans`.
         supports: kept sets to normalise `processed` over; None: over the whole vocabulary.
         dtype: of the log-softmax.
+        top: keep the so many most probable tokens of every position.
     """
     raw, scaled, processed = (Masked.empty(sequence.length, np.float32) for _ in range(3))
     ids = torch.from_numpy(sequence.tokens.values.astype(np.int64)).to(logits.device)
     first_seen = _first_seen(ids, logits.shape[-1])
     step = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
     outside = 0
+    best = Distributions.empty(sequence.length, top) if top else None
     for span in spans:
         if span.sampling is None:
             continue
@@ -136,6 +143,8 @@ def score(
             target = ids[start:stop, None]
             full = torch.log_softmax(chunk, dim=-1)
             _put(raw, start, stop, full.gather(-1, target)[:, 0])
+            if best is not None:
+                _put_top(best, start, stop, full)
             full = _rescaled(chunk, full, span.sampling, first_seen, positions)
             own = full.gather(-1, target)[:, 0]
             _put(scaled, start, stop, own)
@@ -146,7 +155,7 @@ def score(
             values, known, lost = _kept(full, own, target[:, 0], supports, start, stop)
             _put(processed, start, stop, values, known)
             outside += lost
-    return Logprobs(raw, scaled, processed, logits.shape[-1], dtype_name(dtype), outside)
+    return Logprobs(raw, scaled, processed, logits.shape[-1], dtype_name(dtype), outside, best)
 
 
 def unrecorded_supports(length: int) -> Supports:
@@ -217,6 +226,13 @@ def _put(
 ) -> None:
     column.values[start:stop] = values.to(torch.float32).cpu().numpy()
     column.valid[start:stop] = True if valid is None else valid
+
+
+def _put_top(best: Distributions, start: int, stop: int, logprobs: torch.Tensor) -> None:
+    found = top_logprobs(logprobs, best.k)
+    for column, values in zip((best.ids, best.logprobs, best.tail), found, strict=True):
+        column[start:stop] = values.cpu().numpy()
+    best.valid[start:stop] = True
 
 
 def _from_settings(settings: Mapping[str, Any], switches: Switches) -> Sampling:

@@ -57,11 +57,11 @@ def load_model(tape: Tape, *, model: str | None, device: str | None) -> tuple[nn
     names = sorted({str(r["model"]) for r in rows if r["model"]})
     if model is None and len(names) != 1:
         found = f"{len(names)} models: {', '.join(names)}" if names else "no model"
-        raise UsageError(f"{tape.path} names {found}", hint="--model PATH")
+        raise UsageError(f"{tape.place} names {found}", hint="--model PATH")
     name = model or _where(tape, names[0])
     dtypes = {str(r["dtype"]) for r in rows if r["dtype"]}
     if len(dtypes) > 1:
-        raise UsageError(f"{tape.path} has engines of dtypes {', '.join(sorted(dtypes))}")
+        raise UsageError(f"{tape.place} has engines of dtypes {', '.join(sorted(dtypes))}")
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
         raise UsageError(f"model {name}: no such folder", hint="--model PATH of a checkpoint")
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -136,7 +136,7 @@ def _compare(
             if field_name == "dtype":
                 hint = f"load it as {recorded}; the switch dtype={found} changes it on purpose"
             raise ModelMismatchError(
-                f"{field_name}: {tape.path} has {recorded}, {name} has {found}", hint=hint
+                f"{field_name}: {tape.place} has {recorded}, {name} has {found}", hint=hint
             )
 
 
@@ -153,7 +153,7 @@ def _version(
     if not matching:
         known = ", ".join(f"{r['digest']:016x} (version {r['version']})" for r in whole)
         raise ModelMismatchError(
-            f"weights digest: {tape.path} has {known}, {name} has {digest.value:016x}",
+            f"weights digest: {tape.place} has {known}, {name} has {digest.value:016x}",
             hint="the checkpoint that the engine ran, in the same dtype",
         )
     return max(matching), versions

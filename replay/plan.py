@@ -130,26 +130,26 @@ def check_request(tape: Tape, out: Path, switches: Switches) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TapeExistsError(f"{out} is not an empty folder", hint="choose another -o")
     if not len(tape):
-        raise UsageError(f"{tape.path} has no sequences")
+        raise UsageError(f"{tape.place} has no sequences")
     dense = [row["moe_layers"] == [] for row in tape.engines.values()]
     for name, default in (("routing", "live"), ("router", "model")):
         value = getattr(switches, name)
         if value != default and dense and all(dense):
-            raise UsageError(f"switch {name}={value}: the model of {tape.path} is dense")
+            raise UsageError(f"switch {name}={value}: the model of {tape.place} is dense")
     if switches.routing != "live" and not tape.table("routes").num_rows:
         raise UsageError(
-            f"switch routing={switches.routing}: {tape.path} has no routes",
+            f"switch routing={switches.routing}: {tape.place} has no routes",
             hint="record with routes, or replay with routing=live",
         )
     weights = tape.table("routes").column("weights")
     if switches.routing == "ids+weights" and weights.null_count == len(weights):
         raise UsageError(
-            f"switch routing=ids+weights: the routes of {tape.path} have no weights",
+            f"switch routing=ids+weights: the routes of {tape.place} have no weights",
             hint="routing=ids",
         )
     if switches.support == "recorded" and not tape.table("supports").num_rows:
         raise UsageError(
-            f"switch support=recorded: {tape.path} has no supports", hint="support=full"
+            f"switch support=recorded: {tape.place} has no supports", hint="support=full"
         )
 
 
@@ -162,7 +162,7 @@ def prepare(tape: Tape, model: nn.Module, options: Options, *, name: str | None)
     """
     whole = [s for s in tape if s.tokens.valid.all()]
     if not any(s.length for s in whole):
-        raise UsageError(f"{tape.path} has no sequence whose tokens are all known")
+        raise UsageError(f"{tape.place} has no sequence whose tokens are all known")
     engines = list(dict.fromkeys(s.key.engine for s in whole))
     config: Any = model.config
     name = name or getattr(config, "_name_or_path", None) or type(model).__name__

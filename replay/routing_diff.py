@@ -11,7 +11,8 @@ import numpy as np
 from rolltape.replay.identity import Problem
 from rolltape.replay.measures import BUCKET_NAMES, bucket_of, same_bits
 from rolltape.store.columns import Masked
-from rolltape.store.sequences import Routes, Sequence
+from rolltape.store.routes import Routes
+from rolltape.store.sequences import Sequence
 
 _ROWS = 4096  # positions at a time: bounds memory, not the result
 

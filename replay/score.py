@@ -9,21 +9,23 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from rolltape.recorder.facts import model_facts
 from rolltape.recorder.moe import find_moe_blocks
 from rolltape.recorder.provenance import provenance
+from rolltape.recorder.top import check_top
 from rolltape.replay.batches import Batch
 from rolltape.replay.conditions import applied
 from rolltape.replay.forcing import BlockChoice, RouteForcing
-from rolltape.replay.logprobs import sampling_spans, score, unrecorded_supports
+from rolltape.replay.logprobs import Logprobs, Span, sampling_spans, score, unrecorded_supports
 from rolltape.replay.models import load_model
 from rolltape.replay.plan import (
     Options,
@@ -36,9 +38,10 @@ from rolltape.replay.plan import (
 )
 from rolltape.replay.switches import Switches
 from rolltape.replay.tapes import LayerTap, ScoreWriter
-from rolltape.store import Routes, Supports, Tape, TapeWriter, create_tape, seal
+from rolltape.store import Routes, Supports, Tape, TapeWriter, UsageError, create_tape, seal
 from rolltape.store import Sequence as TapeSequence
 from rolltape.store import open as open_tape
+from rolltape.store.distributions import distribution_columns, raw_semantics
 
 
 def replay(
@@ -52,6 +55,7 @@ def replay(
     layout: str = "padded",
     layers: int = 0,
     sequences: Sequence[str] | None = None,
+    top_logprobs: int = 0,
 ) -> dict[str, Any]:
     """Score a tape with the model that it names, and write the result as a new tape.
 
@@ -65,6 +69,8 @@ def replay(
         layout: `padded` or `packed`.
         layers: keep the outputs of all decoder layers for so many sequences.
         sequences: ids of the sequences to keep layer outputs for, instead of the first ones.
+        top_logprobs: keep the so many most probable tokens of every position that is scored, with
+            the mass of all others; of the raw distribution, in the table `distributions`.
 
     Returns:
         The summary of `score_tape`.
@@ -79,7 +85,9 @@ def replay(
     wanted = Switches.parse(switches)
     as_layout(layout)
     source = open_tape(tape)
-    check_request(source, Path(out), wanted)  # before a long load
+    check_request(source, _local(out), wanted)  # before a long load
+    for row in source.engines.values():
+        check_top(top_logprobs, row["vocab_size"] or top_logprobs)
     loaded, name = load_model(source, model=model, device=device)
     return score_tape(
         source,
@@ -91,6 +99,7 @@ def replay(
         layout=layout,
         layers=layers,
         sequences=sequences,
+        top_logprobs=top_logprobs,
     )
 
 
@@ -105,6 +114,7 @@ def score_tape(
     layout: str = "padded",
     layers: int = 0,
     sequences: Sequence[str] | None = None,
+    top_logprobs: int = 0,
     transform_routes: RouteTransform | None = None,
 ) -> dict[str, Any]:
     """Score a tape with a model that is loaded already, in the dtype of the tape.
@@ -121,6 +131,7 @@ def score_tape(
         layout: as in `replay`.
         layers: as in `replay`.
         sequences: as in `replay`.
+        top_logprobs: as in `replay`.
         transform_routes: changes the routes of each sequence before they are forced.
 
     Returns:
@@ -137,17 +148,24 @@ def score_tape(
         sequences=sequences,
         transform_routes=transform_routes,
     )
-    check_request(source, Path(out), options.switches)
+    check_request(source, _local(out), options.switches)
     run = prepare(source, model, options, name=model_name)
+    check_top(top_logprobs, int(model_facts(model)["vocab_size"]))
     start = time.perf_counter()
     with torch.no_grad(), applied(model, options.switches):
         batches = run.batches()
         tested = prove(run, batches)
-        facts = {**provenance(sys.argv), **options.as_dict()}
-        root = create_tape(out, role="trainer", parent=source.uuid, provenance=facts)
+        facts = {**provenance(sys.argv), **options.as_dict(), "top_logprobs": top_logprobs}
+        root = create_tape(_local(out), role="trainer", parent=source.uuid, provenance=facts)
         with _sealed(root), TapeWriter(root) as writer:
-            _score_all(run, batches, writer)
+            _score_all(run, batches, writer, top_logprobs)
     return _summary(run, root, tested, time.perf_counter() - start)
+
+
+def _local(out: str | os.PathLike[str]) -> Path:
+    if "://" in os.fspath(out):
+        raise UsageError(f"-o {out}: a replay is written to a local folder")
+    return Path(out)
 
 
 @contextmanager
@@ -161,7 +179,7 @@ def _sealed(root: Path) -> Iterator[None]:
     seal(root, status={"replay": "ok"})
 
 
-def _score_all(run: Run, batches: list[Batch], writer: TapeWriter) -> None:
+def _score_all(run: Run, batches: list[Batch], writer: TapeWriter, top: int) -> None:
     facts = model_facts(run.model, run.name)
     settings = {f"switch.{key}": value for key, value in run.options.switches.as_dict().items()}
     facts["effective"] = {**facts["effective"], **settings, "layout": run.options.layout}
@@ -169,6 +187,7 @@ def _score_all(run: Run, batches: list[Batch], writer: TapeWriter) -> None:
     weights = {engine: (m.digest, m.version) for engine, m in run.matches.items()}
     output.engines(run.options.as_dict(), weights)
     output.opened(run.sequences)
+    best = _TopWriter(writer, run.engines, top)
     choices: list[BlockChoice] = []
     with ExitStack() as stack:
         forcing = None
@@ -179,7 +198,7 @@ def _score_all(run: Run, batches: list[Batch], writer: TapeWriter) -> None:
         for number, batch in enumerate(batches):
             choices.clear()
             layer_tap.watch([p for p in batch.placed if p.sequence.key.text in run.layer_keys])
-            _score_batch(run, number, batch, forcing, choices, output)
+            _score_batch(run, number, batch, forcing, choices, output, best)
             output.activations(layer_tap.taken())
             output.closed([p.sequence for p in batch.placed])
             writer.flush()
@@ -211,6 +230,7 @@ def _score_batch(
     forcing: RouteForcing | None,
     choices: list[BlockChoice],
     output: ScoreWriter,
+    best: _TopWriter,
 ) -> None:
     inputs = batch.inputs(run.device)
     t_ns = time.time_ns()
@@ -230,25 +250,63 @@ def _score_batch(
     else:
         output.routes(number, batch, choices, forced=forced)
     for p in batch.placed:
-        _score_sequence(run, p.sequence, logits[p.span], output)
+        _score_sequence(run, p.sequence, logits[p.span], output, best)
     run.count(forward_tokens=batch.tokens)
 
 
 def _score_sequence(
-    run: Run, sequence: TapeSequence, logits: torch.Tensor, output: ScoreWriter
+    run: Run,
+    sequence: TapeSequence,
+    logits: torch.Tensor,
+    output: ScoreWriter,
+    best: _TopWriter,
 ) -> None:
     switches = run.options.switches
     spans = sampling_spans(sequence, switches)
     supports = _supports(run, sequence) if switches.support == "recorded" else None
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    found = score(logits, sequence, spans, supports, dtype=dtype)
+    found = score(logits, sequence, spans, supports, dtype=dtype, top=best.k)
     run.count(tokens=int(found.raw.valid.sum()), outside=found.outside)
     output.tokens(sequence, spans, found, switches)
+    best.write(sequence, spans, found)
     if supports is not None:
         output.supports(sequence, supports)
     refused = {edit for s in spans if s.sampling for edit in s.sampling.not_applied}
     if refused:
         run.warn(f"edits that cannot be applied again, left out: {', '.join(sorted(refused))}")
+
+
+class _TopWriter:
+    """Writes the k most probable tokens of the positions that were scored; nothing when k is 0."""
+
+    def __init__(self, writer: TapeWriter, engines: Mapping[str, str], k: int) -> None:
+        self.k = k
+        self._writer, self._engines = writer, engines
+
+    def write(self, sequence: TapeSequence, spans: list[Span], found: Logprobs) -> None:
+        scored = [span for span in spans if span.sampling is not None]
+        if found.top is None or not scored:
+            return
+        # the spans differ in their sampling, which is no part of a raw distribution
+        start, n = scored[0].start, sum(span.n for span in scored)
+        where = slice(start, start + n)
+        best, key = found.top, sequence.key
+        semantics = raw_semantics(vocab_size=found.width, dtype=found.dtype, source="recomputed")
+        self._writer.append(
+            "distributions",
+            {
+                "engine": [self._engines[key.engine]],
+                "request": [key.request],
+                "sample": [key.sample],
+                "pass": [key.scoring],
+                "start": [start],
+                "n": [n],
+                **distribution_columns(
+                    best.ids[where], best.logprobs[where], best.tail[where], np.array([n])
+                ),
+                "semantics": [semantics],
+            },
+        )
 
 
 def _supports(run: Run, sequence: TapeSequence) -> Supports:

@@ -13,7 +13,8 @@ import numpy as np
 from rolltape.replay.identity import Problem
 from rolltape.store.columns import Masked
 from rolltape.store.schema import SUPPORT_EXPLICIT, SUPPORT_FULL, SUPPORT_UNRECORDED
-from rolltape.store.sequences import LOGPROBS, Sequence, Supports
+from rolltape.store.sequences import LOGPROBS, Sequence
+from rolltape.store.supports import Supports
 
 Meaning = Mapping[str, Any]
 

@@ -272,7 +272,7 @@ def describe_side(tape: Tape) -> dict[str, Any]:
     """Which tape it was."""
     names = ("engine", "adapter", "model", "model_type", "dtype", "device")
     return {
-        "path": str(tape.path),
+        "path": str(tape.place),
         "uuid": tape.uuid,
         "role": tape.role,
         "parent": tape.parent,

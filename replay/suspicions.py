@@ -14,7 +14,8 @@ import numpy as np
 
 from rolltape.replay.identity import Problem
 from rolltape.replay.pair import PairTokens
-from rolltape.store.sequences import Routes, Sequence
+from rolltape.store.routes import Routes
+from rolltape.store.sequences import Sequence
 
 #: Below this many positions nothing is concluded from a pattern over time.
 ENOUGH = 8

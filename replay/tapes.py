@@ -219,7 +219,7 @@ class ScoreWriter:
                 )
 
     def _encode(self, ids: torch.Tensor) -> bytes:
-        return codecs.ROUTE_CODECS[_CODEC].encode(ids.numpy(), int(self._num_experts or 0))
+        return codecs.encode_plain(ids.numpy(), int(self._num_experts or 0))
 
     def activations(self, taken: Sequence[tuple[TapeSequence, str, torch.Tensor]]) -> None:
         """Hidden states [T, width] of (sequence, site)."""

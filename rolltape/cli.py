@@ -17,6 +17,10 @@ COMMANDS = {
     "diff": "rolltape.replay.cli:diff",
     "info": "rolltape.store.cli:info",
     "show": "rolltape.store.cli:show",
+    "fsck": "rolltape.store.care_cli:fsck_command",
+    "compact": "rolltape.store.care_cli:compact_command",
+    "export": "rolltape.store.exchange.cli:export",
+    "import": "rolltape.store.exchange.cli:import_",
     "view": "rolltape.viewer.cli:view",
 }
 

@@ -9,15 +9,20 @@ from rolltape.store.errors import (
     NotATapeError,
     RolltapeError,
     SchemaError,
+    StorageError,
     TapeError,
     TapeExistsError,
+    TapeFullError,
     UsageError,
 )
 from rolltape.store.keys import Key, token_digest
-from rolltape.store.sequences import Routes, Sequence, Supports, Tape
+from rolltape.store.routes import Routes
+from rolltape.store.seal import recover, seal
+from rolltape.store.sequences import Sequence, Tape
 from rolltape.store.sequences import open_tape as open
+from rolltape.store.supports import Supports
 from rolltape.store.tape import Report, kind_of, open_report
-from rolltape.store.writer import TapeWriter, create_report, create_tape, new_uuid, recover, seal
+from rolltape.store.writer import TapeWriter, create_report, create_tape, new_uuid
 
 __all__ = [
     "DamagedShardError",
@@ -32,10 +37,12 @@ __all__ = [
     "Routes",
     "SchemaError",
     "Sequence",
+    "StorageError",
     "Supports",
     "Tape",
     "TapeError",
     "TapeExistsError",
+    "TapeFullError",
     "TapeWriter",
     "UsageError",
     "create_report",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import click
@@ -22,9 +21,9 @@ _SEAL_ELSEWHERE = ("argv", "host", "started")  # said of the recording already, 
 
 
 @click.command(short_help="What a tape holds, and what is wrong with it.")
-@click.argument("tape", metavar="TAPE", type=click.Path(path_type=Path))
+@click.argument("tape", metavar="TAPE")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def info(tape: Path, as_json: bool) -> int:
+def info(tape: str, as_json: bool) -> int:
     """Say what TAPE (a tape or a diff report) holds, how complete it is, and what is wrong.
 
     Exit status: 0, or 2 if something that was written can no longer be read.
@@ -46,7 +45,7 @@ def info(tape: Path, as_json: bool) -> int:
 
 
 @click.command(short_help="Sequences of a tape, or one position by position.")
-@click.argument("tape", metavar="TAPE", type=click.Path(path_type=Path))
+@click.argument("tape", metavar="TAPE")
 @click.argument("sequence", metavar="[SEQ]", required=False)
 @click.option(
     "--tokens", metavar="START:END", help="Positions to show; either end may be left out."
@@ -58,7 +57,7 @@ def info(tape: Path, as_json: bool) -> int:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(
-    tape: Path, sequence: str | None, tokens: str | None, routes: str | None, as_json: bool
+    tape: str, sequence: str | None, tokens: str | None, routes: str | None, as_json: bool
 ) -> int:
     """List the sequences of TAPE, or show SEQ position by position.
 
@@ -217,6 +216,9 @@ def _coverage_lines(coverage: dict[str, Any]) -> Iterator[str]:
         yield f"supports    {counts}{size}{', derived' if supports['derived'] else ''}"
     else:
         yield "supports    none"
+    top = coverage["distributions"]
+    if top:
+        yield f"top logprobs {top['k']} a position, {top['positions']:,} positions"
     sites = coverage["activations"]
     if sites:
         yield f"activations {len(sites)} sites, {sum(sites.values()):,} positions"
@@ -226,10 +228,8 @@ def _table_lines(facts: dict[str, Any]) -> Iterator[str]:
     yield f"tables      {_bytes(facts['bytes'])} on disk"
     for name, row in sorted(facts["tables"].items(), key=lambda item: -item[1]["bytes"]):
         live = f", {row['live']} live" if row["live"] else ""
-        yield (
-            f"  {name:<12}{row['rows']:>12,} rows {_bytes(row['bytes']):>10}  "
-            f"{row['shards']} shards{live}"
-        )
+        rows = "" if row["rows"] is None else f"{row['rows']:,} rows"
+        yield (f"  {name:<13}{rows:>16} {_bytes(row['bytes']):>10}  {row['shards']} shards{live}")
 
 
 def _report_lines(facts: dict[str, Any]) -> Iterator[str]:
@@ -291,7 +291,7 @@ def _list_lines(tape: Tape, rows: list[dict[str, Any]]) -> Iterator[str]:
             f"{max(0, row['length'] - row['prompt_len']):>8,} "
             f"{_ranges(row['weight_versions']) or '-':>8}  {row['group'] or '-'}"
         )
-    yield f"{len(rows):,} sequences in {tape.path}"
+    yield f"{len(rows):,} sequences in {tape.place}"
 
 
 def _position_lines(sequence: Sequence, columns: dict[str, Any], routes: str) -> Iterator[str]:

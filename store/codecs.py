@@ -1,13 +1,10 @@
-"""Encodings of the dense columns. This is the one place where packed codecs will be added.
+"""Plain encodings of the dense columns: pure functions between a numpy array and bytes.
 
-Each encoding is a pair of pure functions between a numpy array and bytes. `plain` puts one
-plane per (slot, layer) so that the IPC buffer compression (zstd) sees like beside like.
+One plane per (slot, layer), so that the IPC buffer compression (zstd) sees like beside like. What
+`compact` writes is in rolltape.store.packed, .planes and .kept.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,15 +24,12 @@ def route_dtype(num_experts: int) -> np.dtype:
     return np.dtype("u1") if num_experts <= 256 else np.dtype("<u2")
 
 
-@dataclass(frozen=True)
-class RouteCodec:
-    """Encodes expert ids [n, layers, k] into bytes and back, exactly, slot order kept."""
+def encode_plain(ids: np.ndarray, num_experts: int) -> bytes:
+    """Expert ids [n, layers, k] to bytes, exactly, slot order kept: [k, layers, n].
 
-    encode: Callable[[np.ndarray, int], bytes]
-    decode: Callable[[bytes, int, int, int, int], np.ndarray]
-
-
-def _plain_encode(ids: np.ndarray, num_experts: int) -> bytes:
+    Raises:
+        SchemaError: another shape, or ids at or above `num_experts`.
+    """
     dtype = route_dtype(num_experts)
     if ids.ndim != 3:
         raise SchemaError(f"routes.ids has shape {list(ids.shape)}", hint="expected [n, layers, k]")
@@ -47,18 +41,40 @@ def _plain_encode(ids: np.ndarray, num_experts: int) -> bytes:
     return np.ascontiguousarray(ids.astype(dtype, copy=False).transpose(2, 1, 0)).tobytes()
 
 
-def _plain_decode(data: bytes, n: int, layers: int, k: int, num_experts: int) -> np.ndarray:
+def decode_plain(
+    data: bytes,
+    n: int,
+    layers: int,
+    k: int,
+    num_experts: int,
+    columns: tuple[int, ...] | None = None,
+) -> np.ndarray:
+    """Inverse of `encode_plain`.
+
+    Args:
+        data: the bytes.
+        n: rows.
+        layers: layers that were encoded.
+        k: slots.
+        num_experts: experts a layer.
+        columns: indices of the layers that are wanted; None is all.
+
+    Returns:
+        uint8 or uint16 [n, layers or len(columns), k].
+
+    Raises:
+        SchemaError: the bytes are not of that shape, or hold an id at or above `num_experts`.
+    """
     dtype = route_dtype(num_experts)
+    if min(n, layers, k) < 0:
+        raise SchemaError(f"routes.ids of shape {[n, layers, k]}")
     _check_size("routes.ids", data, n * layers * k * dtype.itemsize)
     planes = np.frombuffer(data, dtype=dtype).reshape(k, layers, n)
-    ids = np.ascontiguousarray(planes.transpose(2, 1, 0))
-    if ids.size and int(ids.max()) >= num_experts:
-        raise SchemaError(f"routes.ids has id {int(ids.max())}, num_experts is {num_experts}")
-    return ids
-
-
-#: Known encodings of `routes.ids`, by the name in the `encoding` column.
-ROUTE_CODECS: dict[str, RouteCodec] = {"plain": RouteCodec(_plain_encode, _plain_decode)}
+    if columns is not None:
+        planes = planes[:, list(columns)]
+    if planes.size and num_experts < np.iinfo(dtype).max + 1 and int(planes.max()) >= num_experts:
+        raise SchemaError(f"routes.ids has id {int(planes.max())}, num_experts is {num_experts}")
+    return np.ascontiguousarray(planes.transpose(2, 1, 0))
 
 
 def encode_floats(values: np.ndarray) -> bytes:

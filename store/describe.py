@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ import pyarrow.compute as pc
 
 from rolltape.store import codecs
 from rolltape.store.columns import Masked
+from rolltape.store.index import KEY_COLUMNS
 from rolltape.store.keys import Key
 from rolltape.store.schema import (
+    DERIVED_TABLES,
     REPORT_TABLES,
     SUPPORT_EXPLICIT,
     SUPPORT_FULL,
@@ -21,7 +24,7 @@ from rolltape.store.schema import (
     TAPE_TABLES,
 )
 from rolltape.store.sequences import LOGPROBS, Sequence, Tape
-from rolltape.store.shards import LIVE, list_shards
+from rolltape.store.shards import LIVE, shard_names
 from rolltape.store.tape import Folder, Report, seal_problems
 
 _SUPPORT_NAMES = {
@@ -40,14 +43,23 @@ def describe_tape(tape: Tape) -> dict[str, Any]:
         Counts and shares; `problems` names what is damaged, torn or missing, `damaged` is true if
         something that was written can no longer be read.
     """
-    sequences = list(tape)
+    facts = tape.rollups()
+    length, prompt = (facts.column(c).to_numpy() for c in ("length", "prompt_len"))
+    response = int(np.maximum(length - prompt, 0).sum())
+    finish = pc.value_counts(facts.column("finish")).to_pylist()
+    coverage = {
+        "logprobs": _logprob_coverage(facts, response),
+        "routes": _route_coverage(tape),
+        "supports": _support_coverage(tape, facts, response),
+        "distributions": _distribution_coverage(tape),
+        "activations": _activation_coverage(tape),
+    }
     tables = describe_tables(tape, TAPE_TABLES)
-    response = sum(max(0, s.length - s.prompt_len) for s in sequences)
-    broken = seal_problems(tape.path, tape.seal)
+    broken = seal_problems(tape.place, tape.seal)
     torn = [p for p in tape.problems if "were ignored" in p]
     return {
         "kind": "tape",
-        "path": str(tape.path),
+        "path": str(tape.place),
         "uuid": tape.uuid,
         "format": tape.header["format"],
         "created": tape.header.get("created"),
@@ -56,26 +68,24 @@ def describe_tape(tape: Tape) -> dict[str, Any]:
         "provenance": tape.header.get("provenance", {}),
         "engines": [_engine(row) for row in tape.engines.values()],
         "sequences": {
-            "total": len(sequences),
-            "by_finish": dict(Counter(s.finish for s in sequences).most_common()),
-            "groups": len({s.info["group"] for s in sequences if s.info["group"] is not None}),
-            "longest": max((s.length for s in sequences), default=0),
+            "total": len(facts),
+            "by_finish": {
+                row["values"]: row["counts"]
+                for row in sorted(finish, key=lambda row: -int(row["counts"]))
+            },
+            "groups": pc.count_distinct(facts.column("group"), mode="only_valid").as_py(),
+            "longest": int(length.max(initial=0)),
         },
         "tokens": {
-            "prompt": sum(s.prompt_len for s in sequences),
+            "prompt": int(prompt.sum()),
             "response": response,
-            "loss": _loss_tokens(tape),
+            "loss": _sum(facts, "loss_tokens"),
         },
-        "coverage": {
-            "logprobs": _logprob_coverage(tape, response),
-            "routes": _route_coverage(tape),
-            "supports": _support_coverage(tape, response),
-            "activations": _activation_coverage(tape),
-        },
+        "coverage": coverage,
         "weights": _weights(tape),
         "events": _events(tape),
         "tables": tables,
-        "bytes": sum(t["bytes"] for t in tables.values()),
+        "bytes": sum(t["bytes"] or 0 for t in tables.values()),
         "seal": _seal(tape),
         "problems": [*broken, *tape.problems],
         "damaged": len(broken) + len(tape.problems) > len(torn),
@@ -87,29 +97,34 @@ def describe_report(report: Report) -> dict[str, Any]:
     tables = describe_tables(report, REPORT_TABLES)
     return {
         "kind": "report",
-        "path": str(report.path),
+        "path": str(report.place),
         "uuid": report.uuid,
         "format": report.header["format"],
         "created": report.header.get("created"),
         "summary": report.summary,
         "tables": tables,
-        "bytes": sum(t["bytes"] for t in tables.values()),
+        "bytes": sum(t["bytes"] or 0 for t in tables.values()),
         "problems": list(report.problems),
         "damaged": bool(report.problems),
     }
 
 
-def describe_tables(folder: Folder, schemas: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Rows, bytes on disk and shards of every table that has any."""
-    found = {}
+def describe_tables(folder: Folder, schemas: Mapping[str, Any]) -> dict[str, dict[str, int | None]]:
+    """Rows, bytes on disk and shards of every table that has any.
+
+    Every shard is checked against the hash in its name. Rows of derived tables are not counted.
+    """
+    found: dict[str, dict[str, int | None]] = {}
     for name in schemas:
-        shards = [(p, p.stat().st_size) for p in list_shards(folder.path / name) if p.exists()]
+        sizes = folder.place.files(name)
+        shards = [file for file in shard_names(sizes) if file in sizes]
         if shards:
+            derived = name in DERIVED_TABLES
             found[name] = {
-                "rows": len(folder.table(name)),
-                "bytes": sum(size for _, size in shards),
+                "rows": None if derived else folder.count(name, whole=True),
+                "bytes": sum(sizes[file] for file in shards),
                 "shards": len(shards),
-                "live": sum(p.name.endswith(LIVE) for p, _ in shards),
+                "live": sum(file.endswith(LIVE) for file in shards),
             }
     return found
 
@@ -118,63 +133,30 @@ def _engine(row: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in row.items() if v is not None}
 
 
-def _loss_tokens(tape: Tape) -> int:
-    flat = pc.list_flatten(tape.table("tokens").column("loss_mask"))
-    return int(pc.sum(flat.cast(pa.int64())).as_py() or 0)
+def _sum(facts: pa.Table, column: str) -> int:
+    return int(pc.sum(facts.column(column)).as_py() or 0)
 
 
-def _logprob_coverage(tape: Tape, response: int) -> dict[str, dict[str, Any]]:
-    """Response tokens with each column, and what the columns mean."""
-    table = tape.table("tokens")
-    prompts = {s.key: s.prompt_len for s in tape}
-    prompt = np.array([prompts.get(key, 0) for key in _keys(table)], np.int64)
-    first_scored = prompt - table.column("start").to_numpy()  # index within the fragment
-    counts = dict.fromkeys(LOGPROBS, 0)
-    non_finite = dict.fromkeys(LOGPROBS, 0)
-    for name in LOGPROBS:
-        column = table.column(name)
-        sizes = pc.list_value_length(column).fill_null(0).to_numpy()
-        flat = pc.list_flatten(column)
-        known = flat.is_valid().to_numpy()
-        index = np.arange(len(known)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        known = known & (index >= np.repeat(first_scored, sizes))
-        counts[name] = int(known.sum())
-        non_finite[name] = int((known & ~np.isfinite(flat.fill_null(0).to_numpy())).sum())
+def _logprob_coverage(facts: pa.Table, response: int) -> dict[str, dict[str, Any]]:
+    """Response tokens with each column, and how many of them are not finite."""
+    counts = {name: _sum(facts, f"{name}_count") for name in LOGPROBS}
     return {
         name: {
             "tokens": counts[name],
             "share": counts[name] / response,
-            "non_finite": non_finite[name],
+            "non_finite": _sum(facts, f"{name}_non_finite"),
         }
         for name in LOGPROBS
         if counts[name] and response
     }
 
 
-def _keys(table: Any) -> list[Key]:
-    columns = (table.column(c).to_pylist() for c in ("engine", "request", "sample", "pass"))
-    return [Key(*row) for row in zip(*columns, strict=True)]
-
-
 def _route_coverage(tape: Tape) -> dict[str, Any]:
     """Per role and layer the positions with a route, of those that had a forward (0..T-2)."""
-    wanted = [
-        "engine",
-        "request",
-        "sample",
-        "pass",
-        "start",
-        "n",
-        "role",
-        "layers",
-        "valid",
-        "missing",
-    ]
-    table = tape.table("routes").select(wanted)
     lengths = {s.key: s.length for s in tape}
     seen: dict[tuple[str, int], dict[Key, np.ndarray]] = defaultdict(dict)
     reasons: Counter[str] = Counter()
-    for key, row in zip(_keys(table), table.to_pylist(), strict=True):
+    for key, row in _route_rows(tape):
         if key not in lengths:
             continue
         shape = (row["n"], len(row["layers"]))
@@ -199,39 +181,56 @@ def _route_coverage(tape: Tape) -> dict[str, Any]:
     return out
 
 
-def _support_coverage(tape: Tape, response: int) -> dict[str, Any]:
+def _route_rows(tape: Tape) -> Iterator[tuple[Key, dict[str, Any]]]:
+    columns = [*KEY_COLUMNS, "start", "n", "role", "layers", "valid", "missing"]
+    for _, _, batch in tape.batches("routes", columns):
+        for row in batch.to_pylist():
+            yield Key(*(row[c] for c in KEY_COLUMNS)), row
+
+
+def _support_coverage(tape: Tape, facts: pa.Table, response: int) -> dict[str, Any]:
     """Response positions by state, and the sizes of the explicit kept sets."""
-    table = tape.table("supports").select(
-        ["engine", "request", "sample", "pass", "start", "derived", "state", "counts"]
-    )
-    if not len(table):
-        return {}
-    prompts = {s.key: s.prompt_len for s in tape}
+    prompts: dict[Key, int] = {}
+    for *key, prompt in zip(
+        *(facts.column(c).to_pylist() for c in (*KEY_COLUMNS, "prompt_len")), strict=True
+    ):
+        prompts[Key(*key)] = prompt
     states = np.zeros(3, np.int64)
-    sizes: list[np.ndarray] = []
-    derived = False
-    for key, row in zip(_keys(table), table.to_pylist(), strict=True):
-        skip = max(0, prompts.get(key, 0) - row["start"])
-        state = np.asarray(row["state"], np.uint8)[skip:]
-        states += np.bincount(state, minlength=3)[:3]
-        sizes.append(np.asarray(row["counts"], np.int64)[skip:][state == SUPPORT_EXPLICIT])
-        derived |= bool(row["derived"])
-    kept = np.concatenate(sizes)
+    derived = rows = False
+    for _, _, batch in tape.batches("supports", [*KEY_COLUMNS, "start", "derived", "state"]):
+        rows = rows or batch.num_rows > 0
+        for row in batch.to_pylist():
+            skip = max(0, prompts.get(Key(*(row[c] for c in KEY_COLUMNS)), 0) - row["start"])
+            state = np.asarray(row["state"], np.uint8)[skip:]
+            states += np.bincount(state, minlength=3)[:3]
+            derived |= bool(row["derived"])
+    if not rows:
+        return {}
     counts = {name: int(states[value]) for value, name in _SUPPORT_NAMES.items()}
     counts["unrecorded"] += max(0, response - int(states.sum()))
+    explicit = _sum(facts, "explicit")
     return {
         **counts,
         "derived": derived,
-        "mean_size": float(kept.mean()) if kept.size else None,
-        "largest": int(kept.max()) if kept.size else None,
+        "mean_size": _sum(facts, "kept_sum") / explicit if explicit else None,
+        "largest": pc.max(facts.column("kept_max")).as_py() if explicit else None,
     }
 
 
+def _distribution_coverage(tape: Tape) -> dict[str, int]:
+    """Positions with a recorded distribution, and the largest k."""
+    positions = k = 0
+    for _, _, batch in tape.batches("distributions", ["n", "k"]):
+        positions += pc.sum(batch.column("n")).as_py() or 0
+        k = max(k, pc.max(batch.column("k")).as_py() or 0)
+    return {"positions": positions, "k": k} if positions else {}
+
+
 def _activation_coverage(tape: Tape) -> dict[str, int]:
-    table = tape.table("activations").select(["site", "n"])
     counts: Counter[str] = Counter()
-    for row in table.to_pylist():
-        counts[row["site"]] += row["n"]
+    for _, _, batch in tape.batches("activations", ["site", "n"]):
+        for row in batch.to_pylist():
+            counts[row["site"]] += row["n"]
     return dict(counts)
 
 

@@ -7,6 +7,8 @@
     │   ├── NewerFormatError      written by a newer major version of the format
     │   ├── DamagedShardError     a shard whose bytes are not what was written
     │   ├── TapeExistsError       the output exists already
+    │   ├── StorageError          a disk or an object store that does not answer
+    │   ├── TapeFullError         --max-bytes is reached
     │   └── SchemaError           a value that the format cannot hold
     ├── ModelMismatchError        the model is not the one of the tape
     └── ForcingError              forced values that cannot be applied faithfully
@@ -56,6 +58,14 @@ class DamagedShardError(TapeError):
 
 class TapeExistsError(TapeError):
     """The output exists already; nothing is ever overwritten."""
+
+
+class StorageError(TapeError):
+    """A disk or an object store refuses or does not answer."""
+
+
+class TapeFullError(TapeError):
+    """The tape has reached the size at which recording is to stop."""
 
 
 class SchemaError(TapeError):

@@ -2,17 +2,17 @@
 
 A router mostly repeats what it chose the last times it saw the same token in the same context.
 So the rows of a block are visited in the order of (token id, token before, the two before that),
-which the token ids alone determine, and per layer one list of experts is kept, sorted by a score
-that grows with every choice and fades with age. Written is each chosen expert's rank in that list;
-the ranks are range-coded with the frequencies that this block has. Nothing is
-trained beforehand and nothing is carried from one block to another.
+which the token ids alone determine, and each chosen expert is written as its rank in a list that
+follows the layer (`rolltape.store.ranks`). The ranks are range-coded with the frequencies that this
+block has. Nothing is trained beforehand and nothing is carried from one block to another. Each
+layer has a stream of its own, so layers are decoded alone, and by several threads.
 
 Block, all integers little-endian, varints LEB128:
 
     0   "rtp"            magic
     3   version          1
     4   flags            bit 0: slot order kept, 1: validity present, 2: raw rows present
-    5   grain            which contexts share frequencies, an index into `GRAINS`
+    5   grain            which contexts share frequencies, an index into `ranks.GRAINS`
     6   num_experts      uint16
     8   n                uint32, tokens
     12  layers           uint32
@@ -24,55 +24,61 @@ Block, all integers little-endian, varints LEB128:
 
 Sections: distinct token ids (uint32 deltas, 4 byte planes), index of each token in them (2 byte
 planes), [validity bitmap over [layers, n]], [bitmap of raw rows], [raw rows, 2 byte planes],
-ranks >= 255 (2 byte planes), frequencies of rank bytes (uint16 [groups, 256], 2 byte planes),
-rANS words (uint16).
+frequencies of rank bytes (uint16 [groups, 256], 2 byte planes); then per layer [ranks >= 255, 2
+byte planes, if there are more than 256 experts] and rANS words (uint16). A layer without coded rows
+has no words. Raw rows are those in which an expert repeats, in the order of the bitmap.
 
 Memory: a block has at least one byte per `MAX_IDS_PER_BYTE` ids (the encoder pads it), and every
 size is compared with the block and the limits below before anything is allocated. Decoding needs at
-most 16 bytes per id, so 64 KiB per byte of block, and 8 MiB; without numba 80 bytes and 24 MiB.
+most 16 bytes per id, so 64 KiB per byte of block, 8 MiB, and 1 MiB a thread; without numba 80 bytes
+and 24 MiB.
 """
 
 from __future__ import annotations
 
-import importlib
+import os
 import struct
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 import zstandard
 
+from rolltape.store import ranks as plain_kernels
 from rolltape.store.codecs import route_dtype
 from rolltape.store.errors import DamagedShardError, SchemaError
+from rolltape.store.ranks import (
+    CONTEXTS,
+    ESCAPE,
+    GRAINS,
+    SHARES,
+    Rules,
+    best_grain,
+    compiled,
+    share_table,
+    symbol_table,
+)
 
 VERSION = 1
 MAX_TOKENS = 32_768
 MAX_IDS = 1 << 27
 MAX_SIDE = 65_535  # layers, and slots
-MAX_WORK = 1 << 36  # ids times experts: the most steps that a hostile block can cause
+MAX_WORK = 1 << 38  # ids times experts: the most steps that a hostile block can cause
 MAX_IDS_PER_BYTE = 4096
 
 _MAGIC = b"rtp"
 _HEADER = struct.Struct("<3sBBBHIIII")
 _CHECKSUM = 8
 _ORDER, _VALID, _RAW = 1, 2, 4
+_BLOCK_IDS = 1 << 22  # ids of a block that is not worth making larger
+_GROUP = 8  # layers that one kernel call works on in turn
+_FEW = 1 << 15  # ids that are not worth a second thread
 
-_BUCKETS = 8  # of the ranks already written in this row
-_SLOTS = 8  # slots beyond the eighth share contexts
-_MATCHES = 4  # tokens of context that this row and the one before it share: 0, 1, 2, 3 or more
-CONTEXTS = _MATCHES * _SLOTS * _BUCKETS
-_ESCAPE = 255  # rank byte that stands for a rank among the escaped ones, which are 255 or more
-
-#: Group of each context, by grain. Few tokens cannot pay for the frequencies of many contexts.
-_SLOT, _BUCKET = np.divmod(np.arange(CONTEXTS) % (_SLOTS * _BUCKETS), _BUCKETS)
-GRAINS: tuple[np.ndarray, ...] = (
-    np.arange(CONTEXTS),
-    _SLOT * _BUCKETS + _BUCKET,
-    np.minimum(_SLOT, 1) * _BUCKETS + _BUCKET,
-    _BUCKET // 2,
-    np.zeros(CONTEXTS, np.int64),
-)
+_T = TypeVar("_T")
+_A = TypeVar("_A")
 
 
 @dataclass(frozen=True)
@@ -95,297 +101,27 @@ class PackedBlock:
     order: bool
 
 
-# The kernels are written for flat indexables: numba compiles them for arrays, and without numba
-# they run on lists, which Python indexes faster than arrays. Both do the same integer arithmetic.
-
-
-def _encode_ranks(
-    ids: Any,  # [n * layers * k]
-    kind: Any,  # [layers * n] 1: to be coded, else skipped; becomes 2 if an expert repeats
-    visit: Any,  # [n] row visited at each turn
-    match: Any,  # [n] context shared with the turn before, 0 to 3
-    weight: Any,  # [k] extra weight of a slot, in 1/256
-    slot: Any,  # [k] context class of a slot
-    bucket: Any,  # [256] context class of a rank
-    out: Any,  # [valid rows * k] rank bytes in turn order
-    where: Any,  # [valid rows * k] their contexts
-    rest: Any,  # [valid rows * k, or 0 if there are at most 256 experts] ranks >= 255
-    total: Any,  # [CONTEXTS * 256] uses of each byte in each context
-    keys: Any,  # [experts] score << 16 | expert, descending by score
-    place: Any,  # [experts] index in keys
-    count: Any,  # [experts] uses of the expert by the layer
-    top: Any,  # [experts] experts by count
-    at: Any,  # [k] indices of this row's experts in keys
-    at_slot: Any,  # [k] and their slots, while both are sorted by index
-    ranks: Any,  # [k]
-    layers: int,
-    ordered: int,
-) -> int:
-    """Fill `out`, `where`, `rest` and `total`; returns how many of `rest` were used."""
-    n = len(visit)
-    k = len(weight)
-    experts = len(keys)
-    o = 0
-    escaped = 0
-    for layer in range(layers):
-        for e in range(experts):
-            count[e] = 0
-            top[e] = e
-        step = 256
-        for turn in range(n):
-            m = match[turn]
-            if m == 0:
-                # a token not seen yet starts from what the layer likes in general
-                for p in range(1, experts):
-                    e = top[p]
-                    c = count[e]
-                    q = p
-                    while q > 0 and count[top[q - 1]] < c:
-                        top[q] = top[q - 1]
-                        q -= 1
-                    top[q] = e
-                for p in range(experts):
-                    keys[p] = top[p]
-                    place[top[p]] = p
-                step = 256
-            row = visit[turn]
-            if kind[layer * n + row] != 1:
-                continue
-            base = (row * layers + layer) * k
-            repeat = False
-            for j in range(k):
-                p = place[ids[base + j]]
-                q = j
-                while q > 0 and at[q - 1] > p:
-                    at[q] = at[q - 1]
-                    at_slot[q] = at_slot[q - 1]
-                    q -= 1
-                if q > 0 and at[q - 1] == p:
-                    repeat = True
-                at[q] = p
-                at_slot[q] = j
-                ranks[j] = p - q  # does not count the experts of earlier slots
-            if repeat:
-                kind[layer * n + row] = 2
-                continue
-            if ordered == 0:
-                last = -1
-                for j in range(k):
-                    ranks[j] = at[j] - last - 1
-                    last = at[j]
-            high = 0
-            for j in range(k):
-                rank = ranks[j]
-                c = (m * 8 + slot[j]) * 8 + bucket[high]
-                if rank >= 255:
-                    if experts > 256:
-                        rest[escaped] = rank
-                        escaped += 1
-                    rank = 255
-                out[o] = rank
-                where[o] = c
-                total[c * 256 + rank] += 1
-                o += 1
-                high = max(high, rank) if ordered == 1 else min(at[j] - j, 255)
-            for j in range(k):
-                # ascending, so that moving one forward leaves the later indices as they are
-                p = at[j]
-                key = keys[p]
-                e = key & 65535
-                count[e] += 1
-                key += (step + ((step * weight[at_slot[j]]) >> 8)) << 16
-                score = key >> 16
-                while p > 0 and (keys[p - 1] >> 16) <= score:
-                    keys[p] = keys[p - 1]
-                    place[keys[p] & 65535] = p
-                    p -= 1
-                keys[p] = key
-                place[e] = p
-            step += step >> 2
-            if step > 268435456:
-                for p in range(experts):
-                    key = keys[p]
-                    keys[p] = ((key >> 36) << 16) | (key & 65535)
-                step >>= 20
-    return escaped
-
-
-def _code_ranks(
-    out: Any,  # [m] rank bytes in turn order
-    where: Any,  # [m] their contexts
-    freq: Any,  # [CONTEXTS * 256] of 4096
-    base: Any,  # [CONTEXTS * 256] sum of freq before
-    words: Any,  # [m + 2] out, filled from the end
-) -> int:
-    """Range-code (rANS, 32-bit state, 16-bit words) from the last rank to the first.
-
-    Returns:
-        Index of the first word used in `words`.
-    """
-    w = len(words)
-    x = 65536
-    for i in range(len(out) - 1, -1, -1):
-        c = where[i] * 256 + out[i]
-        f = freq[c]
-        if x >= f << 20:
-            w -= 1
-            words[w] = x & 65535
-            x >>= 16
-        q = x // f
-        x = (q << 12) + (x - q * f) + base[c]
-    w -= 2
-    words[w] = x & 65535
-    words[w + 1] = x >> 16
-    return w
-
-
-def _decode_ranks(
-    ids: Any,  # [n * layers * k] out
-    kind: Any,  # [layers * n], 1: coded, else skipped
-    visit: Any,  # [n] row visited at each turn
-    match: Any,  # [n] context shared with the turn before, 0 to 3
-    weight: Any,  # [k]
-    slot: Any,  # [k]
-    bucket: Any,  # [256]
-    words: Any,  # rANS words
-    symbol: Any,  # [CONTEXTS * 4096] rank byte of each share of a context
-    freq: Any,  # [CONTEXTS * 256]
-    base: Any,  # [CONTEXTS * 256]
-    rest: Any,  # ranks >= 255
-    keys: Any,  # [experts]
-    place: Any,  # [experts] not used
-    count: Any,  # [experts]
-    top: Any,  # [experts]
-    at: Any,  # [k]
-    at_slot: Any,  # [k]
-    ranks: Any,  # [k] not used
-    layers: int,
-    ordered: int,
-) -> int:
-    """Fill `ids`; returns how many of `rest` were used, or -1 if the ranks are impossible."""
-    n = len(visit)
-    k = len(weight)
-    experts = len(keys)
-    escaped = 0
-    if len(words) < 2:
-        return -1
-    x = (words[0] & 65535) | ((words[1] & 65535) << 16)
-    w = 2
-    for layer in range(layers):
-        for e in range(experts):
-            count[e] = 0
-            top[e] = e
-        step = 256
-        for turn in range(n):
-            m = match[turn]
-            if m == 0:
-                for p in range(1, experts):
-                    e = top[p]
-                    c = count[e]
-                    q = p
-                    while q > 0 and count[top[q - 1]] < c:
-                        top[q] = top[q - 1]
-                        q -= 1
-                    top[q] = e
-                for p in range(experts):
-                    keys[p] = top[p]
-                step = 256
-            row = visit[turn]
-            if kind[layer * n + row] != 1:
-                continue
-            first = (row * layers + layer) * k
-            high = 0
-            last = -1
-            for j in range(k):
-                c = (m * 8 + slot[j]) * 8 + bucket[high]
-                low = x & 4095
-                p = symbol[c * 4096 + low]
-                s = c * 256 + p
-                f = freq[s]
-                if f == 0:
-                    return -1
-                x = f * (x >> 12) + low - base[s]
-                if x < 65536:
-                    if w >= len(words):
-                        return -1
-                    x = (x << 16) | (words[w] & 65535)
-                    w += 1
-                if ordered == 1:
-                    high = max(high, p)
-                if p == 255 and experts > 256:
-                    if escaped >= len(rest):
-                        return -1
-                    p = rest[escaped]
-                    escaped += 1
-                if ordered == 1:
-                    if p >= experts - j:
-                        return -1
-                    # the rank does not count the experts of earlier slots: step over those
-                    q = 0
-                    for i in range(j):
-                        q += at[i] <= p + i
-                    p += q
-                    for i in range(j, q, -1):
-                        at[i] = at[i - 1]
-                        at_slot[i] = at_slot[i - 1]
-                    at[q] = p
-                    at_slot[q] = j
-                else:
-                    p += last + 1
-                    if p >= experts:
-                        return -1
-                    at[j] = p
-                    at_slot[j] = j
-                    last = p
-                    high = min(p - j, 255)
-                ids[first + j] = keys[p] & 65535
-            for j in range(k):
-                p = at[j]
-                key = keys[p]
-                count[key & 65535] += 1
-                key += (step + ((step * weight[at_slot[j]]) >> 8)) << 16
-                score = key >> 16
-                while p > 0 and (keys[p - 1] >> 16) <= score:
-                    keys[p] = keys[p - 1]
-                    p -= 1
-                keys[p] = key
-            step += step >> 2
-            if step > 268435456:
-                for p in range(experts):
-                    key = keys[p]
-                    keys[p] = ((key >> 36) << 16) | (key & 65535)
-                step >>= 20
-    if x != 65536 or w != len(words):
-        return -1
-    return escaped
-
-
-def _compiled() -> tuple[Any, Any, Any] | None:
-    """The kernels through numba, or None where it is not installed."""
-    try:
-        numba: Any = importlib.import_module("numba")  # optional, and untyped
-    except ImportError:
-        return None
-    # not cached on disk: that needs a writable installation, and compiling takes seconds once
-    jit = numba.njit(nogil=True)
-    return jit(_encode_ranks), jit(_code_ranks), jit(_decode_ranks)
-
-
-#: The kernels as they stand.
-_PYTHON: tuple[Any, Any, Any] = (_encode_ranks, _code_ranks, _decode_ranks)
-
-_KERNELS: list[tuple[Any, Any, Any] | None] = []
-
-
 def uses_numba() -> bool:
     """Whether blocks are coded by compiled kernels (the `numba` extra is installed)."""
-    return _kernels() is not None
+    return compiled() is not None
 
 
-def _kernels() -> tuple[Any, Any, Any] | None:
-    if not _KERNELS:
-        _KERNELS.append(_compiled())
-    return _KERNELS[0]
+def block_tokens(layers: int, k: int) -> int:
+    """Tokens that a block should hold: at most 32,768, and about 4 million ids; at least 1."""
+    return max(1, min(MAX_TOKENS, _BLOCK_IDS // max(1, layers * k)))
+
+
+def default_threads(layers: int) -> int:
+    """Threads that a large block is coded by unless another number is given; 1 without numba."""
+    if not uses_numba():
+        return 1
+    if hasattr(os, "process_cpu_count"):  # Python 3.13
+        count = os.process_cpu_count() or 1
+    elif hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    else:
+        count = os.cpu_count() or 1
+    return max(1, min(count, layers))
 
 
 def encode_block(
@@ -395,6 +131,7 @@ def encode_block(
     *,
     num_experts: int,
     order: bool = True,
+    threads: int | None = None,
 ) -> bytes:
     """Pack the routes of up to `MAX_TOKENS` tokens, exactly.
 
@@ -404,21 +141,37 @@ def encode_block(
         valid: bool [n, layers], whether a row was recorded.
         num_experts: experts per layer.
         order: keep the slot order; else rows are sets and come back sorted.
+        threads: at most so many, with numba; None is one per processor. The bytes are the same.
 
     Raises:
         SchemaError: shapes that do not fit, too many tokens or ids, ids at or above `num_experts`.
     """
-    return _encode_block(ids, token_ids, valid, num_experts, order, _kernels())
+    return _encode_block(ids, token_ids, valid, num_experts, order, threads, _kernels())
 
 
-def decode_block(data: bytes) -> PackedBlock:
+def decode_block(
+    data: bytes | memoryview,
+    *,
+    layers: Sequence[int] | None = None,
+    threads: int | None = None,
+) -> PackedBlock:
     """Inverse of `encode_block`.
+
+    Args:
+        data: a block.
+        layers: columns wanted, in this order; the others are not decoded. None is all.
+        threads: at most so many, with numba; None is one per processor.
 
     Raises:
         DamagedShardError: the bytes are not those of a block that was written.
-        SchemaError: they are of a version or a size that this reader refuses.
+        SchemaError: they are of a version or a size that this reader refuses, or do not have one
+            of the layers.
     """
-    return _decode_block(data, _kernels())
+    return _decode_block(memoryview(data), layers, threads, _kernels())
+
+
+def _kernels() -> Any:
+    return compiled() or plain_kernels
 
 
 def _encode_block(
@@ -427,7 +180,8 @@ def _encode_block(
     valid: np.ndarray,
     num_experts: int,
     order: bool,
-    kernels: tuple[Any, Any, Any] | None,
+    threads: int | None,
+    kernels: Any,
 ) -> bytes:
     dtype = route_dtype(num_experts)
     if ids.ndim != 3 or token_ids.shape != ids.shape[:1] or valid.shape != ids.shape[:2]:
@@ -446,27 +200,23 @@ def _encode_block(
             raise SchemaError(
                 f"routes.ids has values {seen.min()}..{seen.max()}, num_experts is {num_experts}"
             )
-    rows = np.ascontiguousarray(ids.astype(dtype, copy=False))
-    allowed = int(np.count_nonzero(valid)) * k
-    kind: Any = np.ascontiguousarray(valid.T).ravel().view("u1").copy()
-    out: Any = np.zeros(allowed, "u1")
-    where: Any = np.zeros(allowed, "<u2")
-    rest: Any = np.zeros(allowed if num_experts > 256 else 0, "<u2")
-    total: Any = np.zeros(CONTEXTS * 256, np.int64)
-    state = _state(k, num_experts)
+    rows = np.ascontiguousarray(ids, dtype)
     distinct, index = np.unique(token_ids.astype("<u4"), return_inverse=True)
-    fixed = [*_visits(index), *_tables(k, order)]
-    flat: Any = rows.ravel()
-    if kernels is None:
-        flat, *fixed = (a.tolist() for a in (flat, *fixed))
-        kind, out, where, rest, total = (a.tolist() for a in (kind, out, where, rest, total))
-        state = [a.tolist() for a in state]
-    encode, code, _ = kernels or _PYTHON
-    escaped = 0
-    if allowed:
-        escaped = encode(flat, kind, *fixed, out, where, rest, total, *state, layers, int(order))
-    raw = (np.asarray(kind, "u1") == 2).reshape(layers, n).T
-    coded = (allowed // max(k, 1) - int(np.count_nonzero(raw))) * k
+    visit, match = _visits(index)
+    rules = Rules(num_experts, k, order)
+    parallel = _threads(threads, layers, count, kernels)
+    raw = np.zeros((layers, n), bool)
+    coded: list[_Coded] = []
+    if count and k and valid.any():
+        groups = _groups(layers, num_experts, parallel)
+        for found in _map(
+            lambda group: _rank_layers(rows, valid, visit, match, group, rules, kernels),
+            groups,
+            parallel,
+        ):
+            coded += found
+        for layer, part in enumerate(coded):
+            raw[layer, visit[part.repeats]] = True
 
     flags = _ORDER * bool(order) | _VALID * (not valid.all()) | _RAW * bool(raw.any())
     parts = [
@@ -476,22 +226,24 @@ def _encode_block(
     if flags & _VALID:
         parts.append(_section(np.packbits(valid.T, bitorder="little").tobytes()))
     if flags & _RAW:
-        repeated = rows[raw] if order else np.sort(rows[raw], axis=1)
-        parts.append(_section(np.packbits(raw.T, bitorder="little").tobytes()))
+        repeated = rows.transpose(1, 0, 2)[raw]
+        repeated = repeated if order else np.sort(repeated, axis=1)
+        parts.append(_section(np.packbits(raw, bitorder="little").tobytes()))
         parts.append(_section(_planes(repeated.ravel().astype("<u2"))))
-    grain, shared = _best_grain(np.asarray(total, np.int64).reshape(CONTEXTS, 256))
-    freq = shared[GRAINS[grain]]
-    base = np.cumsum(freq, axis=1) - freq
-    words: Any = np.zeros(coded + 2, "<u2")
-    share: list[Any] = [freq.ravel(), base.ravel()]
-    if kernels is None:
-        words, *share = (a.tolist() for a in (words, *share))
-    first = code(out[:coded], where[:coded], *share, words)
-    parts += [
-        _section(_planes(np.asarray(rest[:escaped], "<u2"))),
-        _section(_planes(shared.ravel().astype("<u2"))),
-        _section(np.asarray(words[first:], "<u2").tobytes(), level=None),
-    ]
+    total = sum((part.total for part in coded), np.zeros((CONTEXTS, 256), np.int64))
+    grain, shared = best_grain(total)
+    parts.append(_section(_planes(shared.ravel().astype("<u2"))))
+    shares = share_table(shared[GRAINS[grain]])
+
+    def stream(part: _Coded) -> bytes:
+        words = np.zeros(0, np.uint16)
+        if len(part.symbols):
+            words = kernels.pack(part.symbols, part.where, k, shares)
+        escaped = _section(_planes(part.rest.astype("<u2"))) if num_experts > 256 else b""
+        return escaped + _section(words.astype("<u2").tobytes(), level=None)
+
+    nothing = _section(b"") * (2 if num_experts > 256 else 1)
+    parts += _map(stream, coded, parallel) if coded else [nothing] * layers
     body = b"".join(parts)
     padding = max(0, -(-count // MAX_IDS_PER_BYTE) - _HEADER.size - len(body) - _CHECKSUM)
     length = _HEADER.size + len(body) + padding + _CHECKSUM
@@ -500,7 +252,46 @@ def _encode_block(
     return block + struct.pack("<Q", xxhash.xxh3_64_intdigest(block))
 
 
-def _decode_block(data: bytes, kernels: tuple[Any, Any, Any] | None) -> PackedBlock:
+@dataclass(frozen=True)
+class _Coded:
+    """Ranks of one layer: bytes, their contexts, those >= 255, uses; turns of raw rows."""
+
+    symbols: np.ndarray
+    where: np.ndarray
+    rest: np.ndarray
+    total: np.ndarray
+    repeats: np.ndarray
+
+
+def _rank_layers(
+    rows: np.ndarray,  # [n, layers, k]
+    valid: np.ndarray,  # [n, layers]
+    visit: np.ndarray,
+    match: np.ndarray,
+    group: slice,
+    rules: Rules,
+    kernels: Any,
+) -> list[_Coded]:
+    kind = np.ascontiguousarray(valid[:, group][visit]).view(np.uint8)
+    turns = _records(rows, group)[visit].view(rows.dtype).reshape(len(visit), -1, rules.k)
+    found = []
+    for i, ranks in enumerate(kernels.to_ranks(turns, kind, match, rules)):
+        symbols, rest = ranks, ranks[:0]
+        if rules.experts > 256:
+            rest = ranks[ranks >= ESCAPE]
+            symbols = np.minimum(ranks, ESCAPE).astype(np.uint8)
+        column = kind[:, i]
+        where, total = kernels.contexts(symbols, match[column == 1], rules)
+        found.append(_Coded(symbols, where, rest, total, np.flatnonzero(column == 2)))
+    return found
+
+
+def _decode_block(
+    data: bytes | memoryview,
+    layers_wanted: Sequence[int] | None,
+    threads: int | None,
+    kernels: Any,
+) -> PackedBlock:
     if len(data) < _HEADER.size + _CHECKSUM:
         raise DamagedShardError(f"routes block of {len(data)} bytes is cut off")
     magic, version, flags, grain, num_experts, n, layers, k, length = _HEADER.unpack_from(data)
@@ -509,7 +300,7 @@ def _decode_block(data: bytes, kernels: tuple[Any, Any, Any] | None) -> PackedBl
     if length != len(data):
         raise DamagedShardError(f"routes block has {len(data)} bytes, its header says {length}")
     end = len(data) - _CHECKSUM
-    if xxhash.xxh3_64_intdigest(memoryview(data)[:end]) != struct.unpack_from("<Q", data, end)[0]:
+    if xxhash.xxh3_64_intdigest(data[:end]) != struct.unpack_from("<Q", data, end)[0]:
         raise DamagedShardError("routes block does not match its checksum")
     if version != VERSION:
         raise SchemaError(f"routes block has version {version}", hint=f"this reads {VERSION}")
@@ -520,6 +311,12 @@ def _decode_block(data: bytes, kernels: tuple[Any, Any, Any] | None) -> PackedBl
     if count > MAX_IDS_PER_BYTE * length:
         raise SchemaError(f"routes block of {length} bytes claims {count} ids")
     order = bool(flags & _ORDER)
+    wanted = list(range(layers)) if layers_wanted is None else list(layers_wanted)
+    if wanted and not 0 <= min(wanted) <= max(wanted) < layers:
+        raise SchemaError(
+            f"columns {min(wanted)} to {max(wanted)} of a routes block of {layers} layers",
+            hint="ask for columns 0 to layers - 1",
+        )
     sections = _Sections(data, _HEADER.size, end)
 
     deltas = sections.planes("token ids", 4, most=n)
@@ -533,69 +330,141 @@ def _decode_block(data: bytes, kernels: tuple[Any, Any, Any] | None) -> PackedBl
     valid = np.ones((layers, n), bool)
     if flags & _VALID:
         valid = sections.bits("validity", layers, n)
-    ids: Any = np.zeros((n, layers, k), dtype)
-    kind = valid
+    raw = np.zeros((layers, n), bool)
+    values = np.zeros((0, k), np.uint16)
     if flags & _RAW:
         raw = sections.bits("raw rows", layers, n)
         if (raw & ~valid).any():
             raise DamagedShardError("routes block: raw rows are not valid rows")
         repeated = int(np.count_nonzero(raw))
-        values = sections.planes("raw ids", 2, exactly=repeated * k)
+        values = sections.planes("raw ids", 2, exactly=repeated * k).reshape(repeated, k)
         if values.size and int(values.max()) >= num_experts:
             raise DamagedShardError("routes block: raw ids are out of range")
-        ids[raw.T] = values.reshape(repeated, k)
-        kind = valid & ~raw
-    coded = int(np.count_nonzero(kind)) * k
-    rest: Any = sections.planes("escaped ranks", 2, most=coded)
+    kind = valid & ~raw
     groups = int(GRAINS[grain].max()) + 1
     freq = sections.planes("frequencies", 2, exactly=groups * 256).reshape(groups, 256)
-    freq = freq[GRAINS[grain]]
-    sums = freq.sum(axis=1, dtype=np.int64)
-    if not np.isin(sums, (0, 4096)).all():
+    if not np.isin(freq.sum(axis=1, dtype=np.int64), (0, SHARES)).all():
         raise DamagedShardError("routes block: frequencies do not add up")
-    base = np.cumsum(freq, axis=1, dtype=np.int64) - freq
-    if len(rest) and int(rest.min()) < _ESCAPE:
-        raise DamagedShardError("routes block: a small rank is escaped")
-    stream = sections.take("words", most=2 * coded + 4)
-    if len(stream) % 2:
-        raise DamagedShardError(f"routes block: words has {len(stream)} bytes")
-    words: Any = np.frombuffer(stream, "<u2")
+    freq = freq[GRAINS[grain]]
+    if k > num_experts and kind.any():
+        raise DamagedShardError("routes block: more slots than experts")
+    rows_coded = np.count_nonzero(kind, axis=1) if k else np.zeros(layers, np.int64)
+    needed = set(wanted)
+    streams: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for layer in range(layers):
+        if layer in needed:
+            streams[layer] = _stream(sections, int(rows_coded[layer]) * k, num_experts)
+        else:
+            sections.skip("a layer", 2 if num_experts > 256 else 1)
     if any(data[sections.at : end]):
         raise DamagedShardError("routes block: padding is not zero")
-    if coded and k > num_experts:
-        raise DamagedShardError("routes block: more slots than experts")
 
-    symbol: Any = np.zeros((CONTEXTS, 4096), "u1")
-    symbol[sums > 0] = np.repeat(
-        np.tile(np.arange(256, dtype="u1"), CONTEXTS), freq.ravel()
-    ).reshape(-1, 4096)
-    state = _state(k, num_experts)
-    fixed = [np.ascontiguousarray(kind).ravel().view("u1"), *_visits(index), *_tables(k, order)]
-    share = [symbol.ravel(), freq.astype("<u2").ravel(), base.astype("<u2").ravel(), rest]
-    flat: Any = ids.reshape(-1)
-    if kernels is None:
-        flat, words, *state = (a.tolist() for a in (flat, words, *state))
-        fixed, share = [a.tolist() for a in fixed], [a.tolist() for a in share]
-    _, _, decode = kernels or _PYTHON
-    if coded:
-        used = decode(flat, *fixed, words, *share, *state, layers, int(order))
-        if used != len(rest):
-            raise DamagedShardError("routes block: ranks are impossible")
-    if kernels is None:
-        ids = np.array(flat, dtype).reshape(n, layers, k)
-    if not order:
-        ids.sort(axis=2)
-    return PackedBlock(ids, token_ids, np.ascontiguousarray(valid.T), num_experts, order)
+    ids: np.ndarray = np.zeros((n, len(wanted), k), dtype)
+    if rows_coded[wanted].any():
+        visit, match = _visits(index)
+        rules = Rules(num_experts, k, order)
+        tables = symbol_table(freq), share_table(freq)
+        parallel = _threads(threads, len(wanted), ids.size, kernels)
+
+        def work(group: slice) -> None:
+            columns = wanted[group]
+            kinds = np.ascontiguousarray(kind[columns][:, visit].T).view(np.uint8)
+            found = []
+            for i, column in enumerate(columns):
+                words, rest = streams[column]
+                found.append(
+                    _layer_ranks(words, rest, match[kinds[:, i] == 1], rules, tables, kernels)
+                )
+            turns = np.zeros((n, len(columns), k), dtype)
+            if not kernels.from_ranks(found, kinds, match, turns, rules):
+                raise DamagedShardError("routes block: ranks are impossible")
+            if not order:
+                turns.sort(axis=2)
+            _records(ids, group)[visit] = _records(turns, slice(None))
+
+        _map(work, _groups(len(wanted), num_experts, parallel), parallel)
+    if len(values):
+        starts = np.cumsum(np.count_nonzero(raw, axis=1))
+        for i, column in enumerate(wanted):
+            here = raw[column]
+            ids[here, i] = values[starts[column] - np.count_nonzero(here) : starts[column]]
+    return PackedBlock(ids, token_ids, np.ascontiguousarray(valid[wanted].T), num_experts, order)
+
+
+def _stream(sections: _Sections, coded: int, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Words and escaped ranks of the next layer, which has `coded` ids to decode."""
+    rest = np.zeros(0, "<u2")
+    if num_experts > 256:
+        rest = sections.planes("escaped ranks", 2, most=coded)
+        if len(rest) and int(rest.min()) < ESCAPE:
+            raise DamagedShardError("routes block: a small rank is escaped")
+    stream = sections.take("words", most=2 * coded + 16 if coded else 0)
+    if len(stream) % 2:
+        raise DamagedShardError(f"routes block: words has {len(stream)} bytes")
+    return np.frombuffer(stream, "<u2"), rest
+
+
+def _layer_ranks(
+    words: np.ndarray,
+    rest: np.ndarray,
+    match: np.ndarray,
+    rules: Rules,
+    tables: tuple[np.ndarray, np.ndarray],
+    kernels: Any,
+) -> np.ndarray:
+    """Ranks of the coded rows of one layer."""
+    symbols: np.ndarray | None = np.zeros(0, np.uint8)
+    if len(match):
+        symbols = kernels.unpack(words, match, rules, *tables)
+    if symbols is None:
+        raise DamagedShardError("routes block: ranks are impossible")
+    if rules.experts <= 256:
+        return symbols
+    ranks = symbols.astype(np.uint16)
+    escaped = np.flatnonzero(symbols == ESCAPE)
+    if len(escaped) != len(rest):
+        raise DamagedShardError("routes block: ranks are impossible")
+    ranks[escaped] = rest
+    return ranks
+
+
+def _threads(threads: int | None, layers: int, ids: int, kernels: Any) -> int:
+    """How many to use; plain Python gains nothing from a second one."""
+    if kernels is plain_kernels or ids < _FEW:
+        return 1
+    return default_threads(layers) if threads is None else max(1, min(threads, layers))
+
+
+def _records(rows: np.ndarray, group: slice) -> np.ndarray:
+    """Some columns of contiguous [n, layers, k] as [n] single values, which numpy moves faster."""
+    n, layers, k = rows.shape
+    start, stop, _ = group.indices(layers)
+    part = rows.reshape(n, layers * k)[:, start * k : stop * k]
+    return part.view(f"V{part.shape[1] * rows.itemsize}")[:, 0]
+
+
+def _groups(layers: int, num_experts: int, threads: int) -> list[slice]:
+    """Columns that go through the kernels together; the state of a group stays below 1 MiB."""
+    most = max(1, min(_GROUP, -(-layers // threads), MAX_SIDE // num_experts))
+    return [slice(i, min(i + most, layers)) for i in range(0, layers, most)]
+
+
+def _map(work: Callable[[_A], _T], parts: Sequence[_A], threads: int) -> list[_T]:
+    """Results of `work` in the order of the parts."""
+    if threads == 1 or len(parts) < 2:
+        return [work(part) for part in parts]
+    with ThreadPoolExecutor(threads, thread_name_prefix="rolltape-routes") as pool:
+        return list(pool.map(work, parts))
 
 
 class _Sections:
     """Reads the sections of a block one after another; every size is checked before use."""
 
-    def __init__(self, data: bytes, at: int, end: int) -> None:
+    def __init__(self, data: bytes | memoryview, at: int, end: int) -> None:
         self.data, self.at, self.end = data, at, end
         self.zstd = zstandard.ZstdDecompressor()
 
-    def take(self, name: str, *, most: int) -> bytes:
+    def take(self, name: str, *, most: int) -> bytes | memoryview:
         """Bytes of the next section, at most `most` of them."""
         size, stored = self._varint(name), self._varint(name)
         if size > most or stored > self.end - self.at or stored > size:
@@ -614,6 +483,14 @@ class _Sections:
         if len(got) != size:
             raise DamagedShardError(f"routes block: {name} is not of the size it claims")
         return got
+
+    def skip(self, name: str, count: int) -> None:
+        """Leave out `count` sections."""
+        for _ in range(count):
+            size, stored = self._varint(name), self._varint(name)
+            if stored > self.end - self.at or stored > size:
+                raise DamagedShardError(f"routes block: {name} claims {size} bytes in {stored}")
+            self.at += stored
 
     def planes(
         self, name: str, width: int, *, most: int | None = None, exactly: int | None = None
@@ -708,59 +585,3 @@ def _visits(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         part = key >> np.uint64(shift)
         match[1:] += part[1:] == part[:-1]
     return visit.astype(np.uint16), match.astype(np.uint8)
-
-
-def _state(k: int, num_experts: int) -> list[Any]:
-    """Scratch arrays of the kernels: keys, place, count, top, at, at_slot, ranks.
-
-    Indices are unsigned and narrow, which spares numba the test for negative ones.
-    """
-    kinds = (np.int64, np.uint16, np.int64, np.uint16)
-    return [np.zeros(num_experts, kind) for kind in kinds] + [
-        np.zeros(k, np.uint16) for _ in range(3)
-    ]
-
-
-def _tables(k: int, order: bool) -> list[np.ndarray]:
-    """Extra weight of each slot in 1/256, context class of each slot and of each rank."""
-    slots = np.arange(k)
-    # the first slots hold the experts with the highest score
-    weight = 512 * (k - 1 - slots) // max(k - 1, 1) if order else 0 * slots
-    kind = slots if k <= _SLOTS else slots * _SLOTS // k
-    bucket = np.array([min(rank.bit_length(), _BUCKETS - 1) for rank in range(256)])
-    return [weight.astype(np.uint16), kind.astype(np.uint8), bucket.astype(np.uint8)]
-
-
-def _best_grain(total: np.ndarray) -> tuple[int, np.ndarray]:
-    """Grain that makes ranks and frequencies smallest, and its frequencies int64 [groups, 256].
-
-    Args:
-        total: int64 [CONTEXTS, 256] uses of each rank byte.
-    """
-    best: tuple[float, int, np.ndarray] | None = None
-    for grain, group in enumerate(GRAINS):
-        merged = np.zeros((int(group.max()) + 1, 256), np.int64)
-        np.add.at(merged, group, total)
-        freq = _frequencies(merged)
-        bits = merged * (12 - np.log2(np.maximum(freq, 1)))
-        # about a byte for each frequency; not what zstd makes of them, which a version may change
-        size = np.count_nonzero(freq) + float(bits.sum()) / 8
-        if best is None or size < best[0]:
-            best = size, grain, freq
-    assert best is not None
-    return best[1], best[2]
-
-
-def _frequencies(total: np.ndarray) -> np.ndarray:
-    """Counts int64 [groups, 256] to shares of 4096; what occurs has at least 1."""
-    sums = total.sum(axis=1, keepdims=True)
-    freq = np.where(total > 0, np.maximum(total * 4096 // np.maximum(sums, 1), 1), 0)
-    for c in np.flatnonzero(sums[:, 0]):
-        row = freq[c]
-        over = int(row.sum()) - 4096
-        while over:
-            i = int(row.argmax())
-            change = min(over, int(row[i]) // 2) if over > 0 else over
-            row[i] -= change
-            over -= change
-    return freq

@@ -12,7 +12,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 
 _F32S = pa.list_(pa.field("item", pa.float32()))
 
@@ -41,6 +41,16 @@ SEMANTICS = pa.struct(
         pa.field("vocab_size", pa.int32()),  # logits width, padding included
         pa.field("dtype", pa.string()),  # dtype of the log-softmax
         pa.field("source", pa.string()),  # engine | recomputed | derived
+    ]
+)
+
+#: A fragment of routes as it was recorded, before `compact` joined it with its neighbours.
+MERGED = pa.struct(
+    [
+        pa.field("start", pa.int32()),
+        pa.field("n", pa.int32()),
+        pa.field("step", pa.int64()),
+        pa.field("weight_version", pa.int64()),
     ]
 )
 
@@ -156,9 +166,15 @@ TAPE_TABLES: dict[str, pa.Schema] = {
             pa.field("margin", pa.binary()),  # float32: k-th minus (k+1)-th choice score
             pa.field("valid", pa.binary()),  # bitmap over [n, layers]; null: all valid
             pa.field("missing", pa.string()),  # JSON [[start, n, layer | null, reason], ...]
+            # packed only: the row that holds the block stands `back` rows before this one in the
+            # same record batch, and the fragment begins at token `at` of the block
+            pa.field("back", pa.int32()),
+            pa.field("at", pa.int32()),
+            pa.field("merged", pa.list_(MERGED)),  # the recorded fragments that went into this one
         ]
     ),
-    # CSR: `counts` and `ids` are used by positions whose state is explicit.
+    # CSR: `counts` and `ids` are used by positions whose state is explicit. With an encoding
+    # `ids` is empty and `data` holds them, see rolltape.store.kept.
     "supports": pa.schema(
         [
             *SPAN,
@@ -166,6 +182,19 @@ TAPE_TABLES: dict[str, pa.Schema] = {
             pa.field("state", pa.list_(pa.uint8()), nullable=False),
             pa.field("counts", pa.list_(pa.int32()), nullable=False),
             pa.field("ids", pa.list_(pa.uint32()), nullable=False),
+            pa.field("encoding", pa.string()),  # null: plain, the lists above
+            pa.field("data", pa.binary()),
+        ]
+    ),
+    # The k most probable tokens of each position and the mass of all others.
+    "distributions": pa.schema(
+        [
+            *SPAN,
+            pa.field("k", pa.int32(), nullable=False),
+            pa.field("ids", pa.list_(pa.uint32()), nullable=False),  # [n * k], best first
+            pa.field("logprobs", _F32S, nullable=False),  # [n * k]; null: not recorded
+            pa.field("tail", _F32S, nullable=False),  # [n] log of the mass outside the k
+            pa.field("semantics", SEMANTICS),
         ]
     ),
     "weights": pa.schema(
@@ -203,7 +232,67 @@ TAPE_TABLES: dict[str, pa.Schema] = {
             pa.field("detail", pa.string()),  # JSON
         ]
     ),
+    # Late facts about a sequence: reward, advantage, filtered. The last row of a name counts.
+    "annotations": pa.schema(
+        [
+            *KEY,
+            pa.field("name", pa.string(), nullable=False),
+            pa.field("number", pa.float64()),
+            pa.field("text", pa.string()),
+            pa.field("t_ns", pa.int64(), nullable=False),
+        ]
+    ),
+    # Written at seal, a row a sequence, so that nobody has to scan the tape for it.
+    "rollups": pa.schema(
+        [
+            *KEY,
+            pa.field("group", pa.string()),
+            pa.field("origin", pa.string()),
+            pa.field("prompt_len", pa.int32(), nullable=False),
+            pa.field("length", pa.int32(), nullable=False),  # tokens known when it was sealed
+            pa.field("finish", pa.string(), nullable=False),  # or "unknown": no row in `sequences`
+            pa.field("digest", pa.string()),
+            pa.field("opened_ns", pa.int64()),
+            pa.field("closed_ns", pa.int64()),
+            pa.field("loss_tokens", pa.int32(), nullable=False),
+            *(
+                pa.field(f"{column}_{measure}", type_)
+                for column in ("processed", "scaled", "raw")
+                for measure, type_ in (
+                    ("count", pa.int32()),  # response positions with a value
+                    ("non_finite", pa.int32()),
+                    ("sum", pa.float64()),  # of the finite ones
+                    ("min", pa.float32()),
+                    ("min_at", pa.int32()),  # position of the least probable token
+                )
+            ),
+            pa.field("routed", pa.int32(), nullable=False),  # positions with any route used
+            pa.field("route_rows", pa.int64(), nullable=False),  # valid (position, layer) pairs
+            pa.field("live_rows", pa.int64(), nullable=False),  # of role live
+            pa.field("explicit", pa.int32(), nullable=False),  # positions with a kept set
+            pa.field("kept_sum", pa.int64(), nullable=False),  # ids in those sets
+            pa.field("kept_max", pa.int32(), nullable=False),
+            pa.field("version_min", pa.int64()),  # weight versions of its forwards
+            pa.field("version_max", pa.int64()),
+            pa.field("gaps", pa.int32(), nullable=False),  # events of kind gap that name it
+        ]
+    ),
+    # Written at seal: which record batches hold rows of which sequence, by table and sequence.
+    "offsets": pa.schema(
+        [
+            pa.field("table", pa.string(), nullable=False),
+            pa.field("sequence", pa.int32(), nullable=False),  # row of `rollups`
+            pa.field("shard", pa.int32(), nullable=False),  # index into the seal's list
+            pa.field("batch", pa.int32(), nullable=False),
+            pa.field("rows", pa.int32(), nullable=False),
+            pa.field("start", pa.int32(), nullable=False),  # least position of those rows
+            pa.field("end", pa.int32(), nullable=False),  # one behind the greatest
+        ]
+    ),
 }
+
+#: Tables that a seal derives from the others; never written by a recorder.
+DERIVED_TABLES = ("rollups", "offsets")
 
 #: Tables of a diff report. `a` and `b` are sequence ids of the two tapes.
 REPORT_TABLES: dict[str, pa.Schema] = {

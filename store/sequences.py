@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,83 +16,51 @@ import pyarrow.compute as pc
 
 from rolltape.store import codecs
 from rolltape.store.columns import Masked
+from rolltape.store.distributions import Distributions, join_distributions
 from rolltape.store.errors import SchemaError, UsageError
+from rolltape.store.flat import flat_rows, table_rows
+from rolltape.store.index import KEY_COLUMNS, Index, grouped
 from rolltape.store.keys import Key
-from rolltape.store.schema import SUPPORT_EXPLICIT, SUPPORT_UNRECORDED, TAPE_TABLES
-from rolltape.store.tape import Folder, check_seal, read_seal
-from rolltape.store.writer import TAPE_HEADER
+from rolltape.store.packed import PackedBlock, decode_block
+from rolltape.store.places import LocalPlace, ObjectPlace, Place, place_of
+from rolltape.store.readers import Cache
+from rolltape.store.routes import Routes, join_routes
+from rolltape.store.scan import Rows, Scan
+from rolltape.store.schema import TAPE_TABLES
+from rolltape.store.supports import Supports, join_supports
+from rolltape.store.tape import TAPE_HEADER, Folder
 
 LOGPROBS = ("processed", "scaled", "raw")
 
-
-@dataclass(frozen=True)
-class Routes:
-    """Expert choices of one sequence. Row p was chosen when token p was the input.
-
-    Args:
-        layers: model layer number of each column; only MoE layers.
-        num_experts: experts a layer.
-        ids: uint8 or uint16 [T, layers, k], slot order kept; see `valid`.
-        valid: bool [T, layers]; false where nothing was recorded.
-        weights: float32 [T, layers, k] combine weights, or None; see `weighted`.
-        weighted: bool [T, layers]; where weights were recorded. A NaN there is a recorded NaN.
-        margin: float32 [T, layers], k-th minus (k+1)-th choice score, NaN where there is none;
-            or None.
-        missing: (start, n, layer or None, reason) of the ranges without a route.
-    """
-
-    layers: tuple[int, ...]
-    num_experts: int
-    ids: np.ndarray
-    valid: np.ndarray
-    weights: np.ndarray | None
-    weighted: np.ndarray
-    margin: np.ndarray | None
-    missing: tuple[tuple[int, int, int | None, str], ...]
-
-
-@dataclass(frozen=True)
-class Supports:
-    """Kept token ids a position, as CSR over all T positions.
-
-    Args:
-        state: uint8 [T]: full, explicit or unrecorded (`rolltape.store.schema.SUPPORT_*`).
-        offsets: int64 [T + 1]; position p owns ids[offsets[p]:offsets[p + 1]].
-        ids: uint32 token ids, ascending within a position.
-        derived: true if recomputed rather than seen.
-    """
-
-    state: np.ndarray
-    offsets: np.ndarray
-    ids: np.ndarray
-    derived: bool
-
-    def at(self, position: int) -> np.ndarray | None:
-        """Ids kept at a position; None unless the state there is explicit."""
-        if self.state[position] != SUPPORT_EXPLICIT:
-            return None
-        return self.ids[self.offsets[position] : self.offsets[position + 1]]
+# decoded blocks of packed routes, so that the sequences of a block do not each decode it
+_BLOCK_BYTES = 96 << 20
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence of a tape. Dense columns are read when they are asked for.
+    """One sequence of a tape. Everything is read when it is asked for.
 
     Args:
         key: its identity; `id` is the short form.
-        info: the `sequences` row: group, prompt_len, length, finish, sampling (a dict), ...
         length: number of positions T known so far.
+        span: of a window, first position and one behind the last; else the whole sequence. Arrays
+            have an entry for each position of the span.
     """
 
     tape: Tape = field(repr=False)
     key: Key
-    info: Mapping[str, Any]
     length: int
+    span: tuple[int, int] = (0, 0)
 
     @property
     def id(self) -> str:
         """Short id, unique within the tape."""
         return self.key.id
+
+    @cached_property
+    def info(self) -> Mapping[str, Any]:
+        """The `sequences` row: group, prompt_len, length, finish, sampling (a dict), ..."""
+        return self.tape.info(self.key)
 
     @property
     def prompt_len(self) -> int:
@@ -110,9 +78,25 @@ class Sequence:
         origin = self.info["origin"]
         return Key.parse(origin) if origin else None
 
+    def window(self, start: int, stop: int) -> Sequence:
+        """The positions [start, stop) alone: only the fragments that reach into them are read.
+
+        Raises:
+            UsageError: not within the sequence.
+        """
+        if not 0 <= start <= stop <= self.length:
+            raise UsageError(
+                f"{self.id} has no positions {start}:{stop}", hint=f"it has 0:{self.length}"
+            )
+        return Sequence(self.tape, self.key, self.length, (start, stop))
+
+    def _rows(self, table: str) -> list[dict[str, Any]]:
+        whole = self.span == (0, self.length)
+        return self.tape.fragments(table, self.key, None if whole else self.span)
+
     @cached_property
     def _tokens(self) -> list[dict[str, Any]]:
-        return self.tape.fragments("tokens", self.key)
+        return self._rows("tokens")
 
     @cached_property
     def tokens(self) -> Masked:
@@ -137,37 +121,59 @@ class Sequence:
         return sorted((s for s in spans if s[2] is not None), key=lambda span: span[:2])
 
     def _joined(self, column: str, dtype: Any) -> Masked:
-        out = Masked.empty(self.length, dtype)
+        begin, end = self.span
+        out = Masked.empty(end - begin, dtype)
         for fragment in self._tokens:
             cell = fragment[column]
             if cell is not None:
-                _place(out, fragment["start"], cell, where=f"tokens.{column} of {self.id}")
+                where = f"tokens.{column} of {self.id}"
+                _place(out, begin, fragment["start"], cell, length=self.length, where=where)
         return out
 
-    def routes(self, role: str = "used") -> Routes | None:
+    def routes(self, role: str = "used", layers: Items[int] | None = None) -> Routes | None:
         """Routes that were `used`, or the `live` choice where another was forced.
+
+        Args:
+            role: `used` or `live`.
+            layers: model layer numbers, in the order in which they are wanted; None is all that
+                were recorded. Others are not decoded.
 
         Returns:
             None when the tape holds no routes of that role for the sequence; a dense model is
             told apart by `tape.engine(key.engine)["moe_layers"] == []`.
         """
-        rows = [r for r in self.tape.fragments("routes", self.key) if r["role"] == role]
-        return _join_routes(rows, self.length, self.id) if rows else None
+        rows = [r for r in self._rows("routes") if r["role"] == role]
+        if not rows:
+            return None
+        return join_routes(
+            rows, self.span, self.id, length=self.length, unpack=self.tape.unpack, layers=layers
+        )
 
     def supports(self) -> Supports | None:
         """Kept sets, or None when the tape holds none for the sequence."""
-        rows = self.tape.fragments("supports", self.key)
-        return _join_supports(rows, self.length, self.id) if rows else None
+        rows = self._rows("supports")
+        return join_supports(rows, self.span, self.id, length=self.length) if rows else None
+
+    def distributions(self) -> Distributions | None:
+        """The most probable tokens of each position, or None when the tape holds none."""
+        rows = self.tape.fragments("distributions", self.key)
+        return join_distributions(rows, self.length, self.id) if rows else None
 
     def activations(self) -> dict[str, list[tuple[int, str, np.ndarray]]]:
         """Per site the recorded spans: (start, dtype name, float32 [n, width])."""
         out: dict[str, list[tuple[int, str, np.ndarray]]] = {}
-        rows = self.tape.fragments("activations", self.key)
+        rows = self._rows("activations")
         for row in sorted(rows, key=lambda row: int(row["start"])):
             shape = (row["n"], row["width"])
             data = codecs.decode_floats(row["data"], shape, field=f"activations.data of {self.id}")
             out.setdefault(row["site"], []).append((row["start"], row["dtype"], data))
         return out
+
+    @cached_property
+    def annotations(self) -> dict[str, float | str]:
+        """Late facts by name: rewards, advantages, filters; the last one written counts."""
+        rows = sorted(self.tape.fragments("annotations", self.key), key=lambda r: int(r["t_ns"]))
+        return {r["name"]: r["text"] if r["number"] is None else r["number"] for r in rows}
 
     @cached_property
     def forwards(self) -> pa.Table:
@@ -202,18 +208,111 @@ class Sequence:
             fresh = ~out.valid[span]
             out.values[span][fresh] = value
             out.valid[span] = True
-        return out
+        return out[slice(*self.span)]
 
 
 class Tape(Folder):
-    """A recording. Iterate it, or ask for one sequence by its id; tables are there as Arrow."""
+    """A recording. Iterate it, or ask for one sequence by its id; tables are there as Arrow.
 
-    def __init__(self, path: Path, *, skip_damaged: bool = False) -> None:
-        super().__init__(path, header=TAPE_HEADER, schemas=TAPE_TABLES, skip_damaged=skip_damaged)
-        self.seal = read_seal(path)
-        if self.seal is not None and not skip_damaged:
-            check_seal(path, self.seal)
-        self._indexes: dict[str, dict[Key, np.ndarray]] = {}
+    Args:
+        place: where it lies.
+        skip_damaged: leave damaged shards out and name them in `problems`.
+        version: as it was at that seal.
+        columns: of the flat table; None is all.
+
+    To Arrow tools it is a table with a row a sequence (`schema`, `to_table`, `to_batches`,
+    `scanner`, `count_rows`, `take`, `head`, `to_pandas`, `to_ray`, and the Arrow C stream);
+    `dataset(name)` is a stored table in the same way.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        skip_damaged: bool = False,
+        version: int | None = None,
+        columns: Items[str] | None = None,
+    ) -> None:
+        super().__init__(
+            place,
+            header=TAPE_HEADER,
+            schemas=TAPE_TABLES,
+            skip_damaged=skip_damaged,
+            version=version,
+        )
+        self.flat = flat_rows(self, columns)
+        self._rollups: pa.Table | None = None
+        self._blocks: Cache[PackedBlock] = Cache(_BLOCK_BYTES)
+        self._groups: Cache[dict[Key, np.ndarray]] = Cache(_BLOCK_BYTES // 8)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (self.place, self.skip_damaged, self.version, self.schema.names)
+
+    # -- the flat table -------------------------------------------------------------------
+
+    def dataset(self, table: str) -> Rows:
+        """A stored table, as `rolltape.store.schema.TAPE_TABLES` has it, for Arrow tools.
+
+        Raises:
+            UsageError: there is no such table in the format.
+        """
+        return table_rows(self, table)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Schema of the flat table."""
+        return self.flat.schema
+
+    def scanner(
+        self, columns: Iterable[str] | None = None, filter: pc.Expression | None = None
+    ) -> Scan:
+        """See `rolltape.store.scan.Rows.scanner`."""
+        return self.flat.scanner(columns, filter)
+
+    def to_table(
+        self, columns: Iterable[str] | None = None, filter: pc.Expression | None = None
+    ) -> pa.Table:
+        """See `rolltape.store.scan.Rows.to_table`."""
+        return self.flat.to_table(columns, filter)
+
+    def to_batches(
+        self, columns: Iterable[str] | None = None, filter: pc.Expression | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """See `rolltape.store.scan.Rows.to_batches`."""
+        return self.flat.to_batches(columns, filter)
+
+    def count_rows(self, filter: pc.Expression | None = None) -> int:
+        """Number of sequences that match."""
+        return self.flat.count_rows(filter)
+
+    def head(self, num_rows: int, columns: Iterable[str] | None = None) -> pa.Table:
+        """The first sequences."""
+        return self.flat.head(num_rows, columns)
+
+    def take(self, indices: Any, columns: Iterable[str] | None = None) -> pa.Table:
+        """Sequences by their number in `keys()`; see `rolltape.store.scan.Rows.take`."""
+        return self.flat.take(indices, columns)
+
+    def to_pandas(
+        self, columns: Iterable[str] | None = None, filter: pc.Expression | None = None
+    ) -> Any:
+        """See `rolltape.store.scan.Rows.to_pandas`."""
+        return self.flat.to_pandas(columns, filter)
+
+    def to_ray(self) -> Any:
+        """See `rolltape.store.scan.Rows.to_ray`."""
+        return self.flat.to_ray()
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        return self.flat.__arrow_c_stream__(requested_schema)
+
+    def __repr__(self) -> str:
+        return f"<{self.role} tape {self.place}: {len(self):,} sequences>"
+
+    def _repr_html_(self) -> str:
+        return self.flat._repr_html_()
+
+    # -- sequences ------------------------------------------------------------------------
 
     @property
     def role(self) -> str:
@@ -241,51 +340,84 @@ class Tape(Folder):
         return self.engines.get(engine, {})
 
     @cached_property
-    def _sequences(self) -> dict[Key, Sequence]:
-        lengths: dict[Key, int] = {}
-        tokens = self.table("tokens")
-        ends = pc.add(tokens.column("start"), tokens.column("n")).to_numpy()
-        for key, index in self._index("tokens").items():
-            lengths[key] = int(ends[index].max(initial=0))
-        latest: dict[Key, dict[str, Any]] = {}
-        for row in self.rows("sequences"):
-            key = Key(row["engine"], row["request"], row["sample"], row["pass"])
-            # a closing row wins over an opening one, whatever the order of the shards
+    def index(self) -> Index:
+        """Which batches hold rows of which sequence."""
+        return Index(self)
+
+    @cached_property
+    def sequence_rows(self) -> dict[Key, tuple[int, int | None]]:
+        """Per key the row of `sequences` that counts, and when the sequence was opened."""
+        table = self.table("sequences")
+        columns = (table.column(c).to_pylist() for c in (*KEY_COLUMNS, "finish", "opened_ns"))
+        latest: dict[Key, tuple[int, int | None]] = {}
+        is_open: dict[Key, bool] = {}
+        for row, (*parts, finish, opened) in enumerate(zip(*columns, strict=True)):
+            key = Key(*parts)
             before = latest.get(key)
-            if before is None or row["finish"] != "open":
-                if before is not None and row["opened_ns"] is None:
-                    row["opened_ns"] = before["opened_ns"]
-                latest[key] = row
-            elif before["opened_ns"] is None:
-                before["opened_ns"] = row["opened_ns"]
-        orphans = [key for key in lengths if key not in latest]
+            # a closing row wins over an opening one, whatever the order of the shards
+            if before is None or finish != "open":
+                was = None if before is None else before[1]
+                latest[key] = (row, was if opened is None else opened)
+                is_open[key] = finish == "open"
+            elif before[1] is None:
+                latest[key] = (before[0], opened)
+        order = sorted(latest.items(), key=lambda item: item[1][1] or 0)
+        return dict(order)
+
+    def info(self, key: Key) -> dict[str, Any]:
+        """The `sequences` row of a sequence, `sampling` as a dict."""
+        row, opened = self.sequence_rows[key]
+        info: dict[str, Any] = self.table("sequences").slice(row, 1).to_pylist()[0]
+        info["opened_ns"] = opened
+        info["sampling"] = json.loads(info["sampling"]) if info["sampling"] else {}
+        return info
+
+    @cached_property
+    def _sequences(self) -> dict[Key, Sequence]:
+        known = self.index.lengths
+        orphans = [key for key in known if key not in self.sequence_rows]
         if orphans:
-            self.problems.append(
-                f"{self.path}/tokens: {len(orphans)} sequences have no row in the sequences table, "
-                f"the first is {orphans[0].id}; they are left out"
+            self.note(
+                f"{self.place}/tokens: {len(orphans)} sequences have no row in the sequences "
+                f"table, the first is {orphans[0].id}; they are left out"
             )
-        opened = sorted(latest.items(), key=lambda item: item[1]["opened_ns"] or 0)
+        table = self.table("sequences").select(["length", "prompt_len"])
+        lengths, prompts = (column.to_pylist() for column in table.columns)
         out = {}
-        for key, row in opened:
-            row["sampling"] = json.loads(row["sampling"]) if row["sampling"] else {}
-            length = row["length"]
-            known = max(lengths.get(key, 0), row["prompt_len"])
-            out[key] = Sequence(self, key, row, known if length is None else int(length))
+        for key, (row, _) in self.sequence_rows.items():
+            length = lengths[row]
+            if length is None:
+                length = max(known.get(key, 0), prompts[row])
+            out[key] = Sequence(self, key, int(length), (0, int(length)))
         return out
 
+    def rollups(self) -> pa.Table:
+        """A row of facts a sequence, in the order of `keys()`: counts, sums, extremes, versions.
+
+        Written at seal; counted now, with one pass over the tape, where the seal does not have it.
+
+        Returns:
+            Table with the schema `rolltape.store.schema.TAPE_TABLES["rollups"]`.
+        """
+        if self._rollups is None:
+            from rolltape.store.rollups import rollups  # it reads through this class
+
+            self._rollups = rollups(self)
+        return self._rollups
+
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.sequence_rows)
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences.values())
 
     def keys(self) -> list[Key]:
         """Keys of all sequences, in the order they were opened."""
-        return list(self._sequences)
+        return list(self.sequence_rows)
 
     @cached_property
     def _by_id(self) -> dict[str, Key]:
-        return {key.id: key for key in self._sequences}
+        return {key.id: key for key in self.sequence_rows}
 
     def sequence(self, which: str | Key) -> Sequence:
         """One sequence by its key, its id, or the part of the id after the engine.
@@ -296,7 +428,7 @@ class Tape(Folder):
         if isinstance(which, Key):
             if which in self._sequences:
                 return self._sequences[which]
-            raise UsageError(f"{self.path} has no sequence {which.id}")
+            raise UsageError(f"{self.place} has no sequence {which.id}")
         if which in self._by_id:
             return self._sequences[self._by_id[which]]
         found = [key for id_, key in self._by_id.items() if id_.partition(".")[2] == which]
@@ -304,154 +436,164 @@ class Tape(Folder):
             return self._sequences[found[0]]
         problem = f"{len(found)} sequences named" if found else "no sequence"
         raise UsageError(
-            f"{self.path} has {problem} {which!r}", hint=f"`rolltape show {self.path}` lists them"
+            f"{self.place} has {problem} {which!r}", hint=f"`rolltape show {self.place}` lists them"
         )
 
-    def _index(self, table: str) -> dict[Key, np.ndarray]:
-        if table not in self._indexes:
-            self._indexes[table] = _group_rows(self.table(table))
-        return self._indexes[table]
+    def _found(
+        self, table: str, key: Key, span: tuple[int, int] | None
+    ) -> Iterator[tuple[str, int, pa.RecordBatch, np.ndarray]]:
+        """(file, batch number, batch, rows in it) of a sequence, in written order."""
+        start, stop = span if span is not None else (None, None)
+        for file, number in self.index.find(table, key, start, stop):
+            batch = None
+            with self.damage():
+                batch = self.batch(table, file, number)
+            if batch is None:
+                continue
+
+            def group(batch: pa.RecordBatch = batch) -> tuple[dict[Key, np.ndarray], int]:
+                found = dict(grouped(batch))
+                return found, 200 * len(found) + 8 * batch.num_rows
+
+            rows = self._groups.get((table, file, number), group).get(key)
+            if rows is not None:
+                yield file, number, batch, rows
 
     def select(self, table: str, key: Key) -> pa.Table:
         """Rows of a keyed table that belong to one sequence."""
-        rows = self._index(table).get(key)
-        whole = self.table(table)
-        if rows is None:
-            return whole.slice(0, 0)
-        if any(column.num_chunks > 1 for column in whole.columns):  # too large for one chunk
-            return pa.concat_tables([whole.slice(int(row), 1) for row in rows])
-        return whole.take(pa.array(rows, pa.int64()))
+        parts = [batch.take(rows) for _, _, batch, rows in self._found(table, key, None)]
+        return pa.Table.from_batches(parts, self.schemas[table])
 
-    def fragments(self, table: str, key: Key) -> list[dict[str, Any]]:
+    def fragments(
+        self, table: str, key: Key, span: tuple[int, int] | None = None
+    ) -> list[dict[str, Any]]:
         """Those rows as dicts, list columns as `Masked` or numpy arrays.
 
         In the order in which each writer wrote them: where spans overlap, the first is the record
         of what happened.
+
+        Args:
+            table: one of `rolltape.store.index.INDEXED`.
+            key: the sequence.
+            span: only rows that reach into these positions.
         """
-        selected = self.select(table, key)
-        columns = {name: _cells(selected.column(name)) for name in selected.column_names}
-        return [{name: cells[i] for name, cells in columns.items()} for i in range(len(selected))]
+        out = []
+        for file, number, batch, rows in self._found(table, key, span):
+            if span is not None and "start" in batch.schema.names:
+                starts = batch.column("start").to_numpy()[rows]
+                ends = starts + batch.column("n").to_numpy()[rows]
+                rows = rows[(starts < span[1]) & (ends > span[0])]
+            names = batch.schema.names
+            columns = {name: _cells(batch.column(name), rows) for name in names}
+            for i, row in enumerate(rows):
+                cells = {name: cells[i] for name, cells in columns.items()}
+                out.append(cells)
+                if table == "routes" and cells["encoding"] == "packed":
+                    cells["_block"] = (file, number, int(row) - int(cells["back"] or 0))
+        return out
+
+    def unpack(self, row: Mapping[str, Any], columns: tuple[int, ...] | None) -> PackedBlock:
+        """The block of a packed fragment of routes, decoded, kept for a while.
+
+        Args:
+            row: a fragment, from `fragments`.
+            columns: indices of the layers that are wanted; None is all.
+        """
+        file, number, at = row["_block"]
+
+        def make() -> tuple[PackedBlock, int]:
+            batch = self.batch("routes", file, number)
+            where = f"{self.place}/routes/{file}: batch {number}, row {at}"
+            if not 0 <= at < batch.num_rows:
+                raise SchemaError(f"{where}: its block would stand outside the batch")
+            data = batch.column("ids")[at].as_buffer()
+            if data is None:
+                raise SchemaError(f"{where}: no block there")
+            block = decode_block(memoryview(data).cast("B"), layers=columns)
+            return block, block.ids.nbytes + block.valid.nbytes + block.token_ids.nbytes
+
+        return self._blocks.get((file, number, at, columns), make)
 
 
-def open_tape(path: str | os.PathLike[str], *, skip_damaged: bool = False) -> Tape:
-    """Open a tape for reading.
+def open_tape(
+    uri: str | os.PathLike[str] | LocalPlace | ObjectPlace,
+    *,
+    columns: Items[str] | None = None,
+    version: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    skip_damaged: bool = False,
+) -> Tape:
+    """Open a tape for reading. Nothing but its header and its seal is read before it is needed.
 
     Args:
-        path: folder of the tape; it may still be written to.
+        uri: folder of the tape, or its URL in an object store; it may still be written to.
+        columns: of the flat table that Arrow tools see; None is all.
+        version: read it as it was at that seal (1, 2, ...); None is now.
+        storage_options: see `rolltape.store.places.place_of`.
         skip_damaged: leave damaged shards out and name them in `problems`.
 
     Raises:
-        NotATapeError: `path` is not a tape.
+        NotATapeError: `uri` is not a tape.
         NewerFormatError: written by a newer major version of the format.
         DamagedShardError: a shard is missing or not what was written.
     """
-    return Tape(Path(path), skip_damaged=skip_damaged)
+    return Tape(
+        place_of(uri, storage_options),
+        skip_damaged=skip_damaged,
+        version=version,
+        columns=columns,
+    )
 
 
-def _group_rows(table: pa.Table) -> dict[Key, np.ndarray]:
-    if not table.num_rows:
-        return {}
-    parts = [table.column(c).cast(pa.string()) for c in ("engine", "request", "sample", "pass")]
-    coded = pc.binary_join_element_wise(*parts, "/").combine_chunks().dictionary_encode()
-    codes = coded.indices.to_numpy()
-    order = np.argsort(codes, kind="stable")
-    bounds = np.searchsorted(codes[order], np.arange(len(coded.dictionary) + 1))
-    return {
-        Key.parse(text): order[bounds[i] : bounds[i + 1]]
-        for i, text in enumerate(coded.dictionary.to_pylist())
-    }
+def _again(place: Place, skip_damaged: bool, version: int | None, columns: list[str]) -> Tape:
+    return Tape(place, skip_damaged=skip_damaged, version=version, columns=columns)
 
 
-def _cells(column: pa.ChunkedArray) -> list[Any]:
-    if not pa.types.is_list(column.type) or pa.types.is_string(column.type.value_type):
-        values: list[Any] = column.to_pylist()
-        return values
-    return [None if not s.is_valid else _array(s.values) for s in column]
+def _cells(column: pa.Array, rows: np.ndarray) -> list[Any]:
+    if pa.types.is_list(column.type) and pa.types.is_primitive(column.type.value_type):
+        return [_list_cell(column, int(row)) for row in rows]
+    if pa.types.is_binary(column.type):
+        # no copy: cells of routes are large
+        scalars = [column[int(row)] for row in rows]
+        return [memoryview(s.as_buffer()).cast("B") if s.is_valid else None for s in scalars]
+    values: list[Any] = column.take(pa.array(rows)).to_pylist()
+    return values
+
+
+def _list_cell(column: pa.Array, row: int) -> np.ndarray | Masked | None:
+    scalar = column[row]
+    if not scalar.is_valid:
+        return None
+    return _array(scalar.values)
 
 
 def _array(values: pa.Array) -> np.ndarray | Masked:
-    valid = values.is_valid().to_numpy(zero_copy_only=False)
     if values.null_count:
+        valid = values.is_valid().to_numpy(zero_copy_only=False)
         zero = False if pa.types.is_boolean(values.type) else 0
         return Masked(values.fill_null(zero).to_numpy(zero_copy_only=False), valid)
     array: np.ndarray = values.to_numpy(zero_copy_only=False)
     return array
 
 
-def _place(out: Masked, start: int, cell: np.ndarray | Masked, *, where: str) -> None:
+def _place(
+    out: Masked, begin: int, start: int, cell: np.ndarray | Masked, *, length: int, where: str
+) -> None:
+    """Put a fragment that begins at `start` into what covers the positions from `begin`."""
     values, valid = (
         (cell.values, cell.valid) if isinstance(cell, Masked) else (cell, np.ones(len(cell), bool))
     )
     end = start + len(values)
-    if start < 0 or end > len(out):
-        raise SchemaError(f"{where} covers [{start}, {end}) of a sequence of {len(out)} tokens")
-    fresh = valid & ~out.valid[start:end]
-    out.values[start:end][fresh] = values[fresh]
-    out.valid[start:end] |= fresh
-
-
-def _join_routes(rows: list[dict[str, Any]], length: int, name: str) -> Routes:
-    layers = tuple(int(x) for x in rows[0]["layers"])
-    k, experts = rows[0]["k"], rows[0]["num_experts"]
-    shape = (length, len(layers), k)
-    ids = np.zeros(shape, codecs.route_dtype(experts))
-    valid = np.zeros(shape[:2], bool)
-    weights = margin = None
-    weighted = np.zeros(shape[:2], bool)
-    missing: list[tuple[int, int, int | None, str]] = []
-    for row in rows:
-        where = f"routes of {name} at {row['start']}"
-        if (tuple(row["layers"]), row["k"], row["num_experts"]) != (layers, k, experts):
-            raise SchemaError(f"{where}: layers, k or num_experts differ from the first fragment")
-        codec = codecs.ROUTE_CODECS.get(row["encoding"])
-        if codec is None:
-            raise SchemaError(
-                f"{where}: unknown encoding {row['encoding']!r}", hint="upgrade rolltape"
-            )
-        start, n = row["start"], row["n"]
-        if start < 0 or start + n > length:
-            raise SchemaError(f"{where}: {n} rows in a sequence of {length} tokens")
-        span = slice(start, start + n)
-        block = codec.decode(row["ids"], n, len(layers), k, experts)
-        mask = codecs.decode_bits(row["valid"], (n, len(layers)), field=where)
-        fresh = mask & ~valid[span]
-        ids[span][fresh] = block[fresh]
-        valid[span] |= fresh
-        if row["weights"] is not None:
-            weights = np.full(shape, np.nan, np.float32) if weights is None else weights
-            got = codecs.decode_floats(row["weights"], (n, len(layers), k), field=where)
-            weights[span][fresh] = got[fresh]
-            weighted[span] |= fresh
-        if row["margin"] is not None:
-            margin = np.full(shape[:2], np.nan, np.float32) if margin is None else margin
-            got = codecs.decode_floats(row["margin"], (n, len(layers)), field=where)
-            margin[span][fresh] = got[fresh]
-        for entry in json.loads(row["missing"]) if row["missing"] else []:
-            missing.append((int(entry[0]), int(entry[1]), entry[2], str(entry[3])))
-    return Routes(layers, experts, ids, valid, weights, weighted, margin, tuple(missing))
-
-
-def _join_supports(rows: list[dict[str, Any]], length: int, name: str) -> Supports:
-    state = np.full(length, SUPPORT_UNRECORDED, np.uint8)
-    counts = np.zeros(length, np.int64)
-    pieces: dict[int, np.ndarray] = {}
-    for row in rows:
-        start, n = row["start"], row["n"]
-        where = f"supports of {name} at {start}"
-        sizes = np.asarray(row["counts"], np.int64)
-        if len(row["state"]) != n or len(sizes) != n or sizes.sum() != len(row["ids"]):
-            raise SchemaError(f"{where}: state, counts and ids do not belong together")
-        if start < 0 or start + n > length or (sizes < 0).any():
-            raise SchemaError(f"{where}: {n} positions in a sequence of {length} tokens")
-        bounds = np.concatenate([[0], np.cumsum(sizes)])
-        for i in np.flatnonzero(state[start : start + n] == SUPPORT_UNRECORDED):
-            state[start + i] = row["state"][i]
-            counts[start + i] = sizes[i]
-            pieces[start + int(i)] = row["ids"][bounds[i] : bounds[i + 1]]
-    ids = [pieces[p] for p in sorted(pieces)]
-    return Supports(
-        state=state,
-        offsets=np.concatenate([[0], np.cumsum(counts)]),
-        ids=np.concatenate(ids).astype(np.uint32) if ids else np.zeros(0, np.uint32),
-        derived=any(row["derived"] for row in rows),
-    )
+    if start < 0 or end > length:
+        raise SchemaError(f"{where} covers [{start}, {end}) of a sequence of {length} tokens")
+    low, high = max(start, begin), min(end, begin + len(out))
+    if low >= high:
+        return
+    inner, outer = slice(low - start, high - start), slice(low - begin, high - begin)
+    fresh = valid[inner] & ~out.valid[outer]
+    if fresh.all():
+        out.values[outer] = values[inner]
+        out.valid[outer] = True
+    else:
+        out.values[outer][fresh] = values[inner][fresh]
+        out.valid[outer] |= fresh

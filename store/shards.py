@@ -10,27 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import io
 import os
 import re
+import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import xxhash
 
-from rolltape.store.errors import DamagedShardError
+from rolltape.store.errors import StorageError
+from rolltape.store.places import LocalPlace, Place
 from rolltape.store.schema import FORMAT_MAJOR, FORMAT_MINOR
 
 _PIECE = 1 << 16
 MAGIC = b"ARROW1\0\0"
 CHECKSUM = b"xxh3"
+COLUMNS = b"xxh3.columns"
 LIVE = ".arrow.live"
-_SEALED = re.compile(r"(?P<writer>[0-9a-f]{32})-(?P<n>\d+)-(?P<hash>[0-9a-f]{32})\.arrow")
-# what Arrow raises on bytes that are not what it wrote
-_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
+SEALED = re.compile(r"(?P<writer>[0-9a-f]{32})-(?P<n>\d+)-(?P<hash>[0-9a-f]{32})\.arrow")
+#: How long a put into an object store is tried again.
+RETRY_S = 60.0
 _OPTIONS = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1))
 
 
@@ -44,13 +48,7 @@ def checksum(batch: pa.RecordBatch) -> str:
     digest = xxhash.xxh3_64(batch.num_rows.to_bytes(8, "little"))
     digest.update(batch.schema.remove_metadata().serialize())
     for column in batch.columns:
-        for count in _null_counts(column):
-            digest.update(count.to_bytes(8, "little", signed=True))
-        for buffer in column.buffers():
-            size = -1 if buffer is None else buffer.size
-            digest.update(size.to_bytes(8, "little", signed=True))
-            if buffer is not None:
-                digest.update(buffer)
+        _update(digest, column)
     return digest.hexdigest()
 
 
@@ -61,6 +59,38 @@ def _null_counts(array: pa.Array) -> Iterator[int]:
     elif pa.types.is_struct(array.type):
         for index in range(array.type.num_fields):
             yield from _null_counts(array.field(index))
+
+
+def column_checksums(batch: pa.RecordBatch, number: int) -> list[str]:
+    """Hash of each column of a canonical batch, so that some can be read and checked alone.
+
+    Args:
+        batch: some or all columns of a batch.
+        number: index of the batch in its shard: a batch that stands elsewhere is found out.
+    """
+    head = number.to_bytes(8, "little") + batch.num_rows.to_bytes(8, "little")
+    found = []
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        digest = xxhash.xxh3_64(head)
+        digest.update(_field_bytes(field))
+        _update(digest, column)
+        found.append(digest.hexdigest())
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _field_bytes(field: pa.Field) -> pa.Buffer:
+    return pa.schema([field.remove_metadata()]).serialize()
+
+
+def _update(digest: Any, column: pa.Array) -> None:
+    for count in _null_counts(column):
+        digest.update(count.to_bytes(8, "little", signed=True))
+    for buffer in column.buffers():
+        size = -1 if buffer is None else buffer.size
+        digest.update(size.to_bytes(8, "little", signed=True))
+        if buffer is not None:
+            digest.update(buffer)
 
 
 class _HashingSink:
@@ -85,6 +115,46 @@ class _HashingSink:
 
     def close(self) -> None:  # the shard closes the file itself, after the rename
         self.flush()
+
+
+class _Batches:
+    """The Arrow IPC file of a shard, written to a file object batch by batch."""
+
+    def __init__(self, file: BinaryIO, table: str, schema: pa.Schema) -> None:
+        self._sink = _HashingSink(file)
+        self.schema = schema.with_metadata(
+            {b"rolltape.table": table.encode(), b"rolltape.format": format_version().encode()}
+        )
+        # Arrow writes many small pieces; each crossing into Python costs more than copying it
+        self._stream = pa.BufferedOutputStream(pa.PythonFile(self._sink, mode="w"), _PIECE)
+        self._writer = pa.ipc.new_file(self._stream, self.schema, options=_OPTIONS)
+        self._number = 0
+
+    @property
+    def size(self) -> int:
+        return self._sink.size
+
+    @property
+    def hash(self) -> str:
+        return str(self._sink.digest.hexdigest())
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        batch = canonical(batch.cast(self.schema) if batch.schema != self.schema else batch)
+        metadata = {
+            CHECKSUM: checksum(batch).encode(),
+            COLUMNS: "".join(column_checksums(batch, self._number)).encode(),
+        }
+        self._writer.write_batch(batch, custom_metadata=metadata)
+        self._number += 1
+        self._stream.flush()
+
+    def finish(self) -> None:
+        self._writer.close()
+        self._stream.close()
+
+    def drop(self) -> None:
+        with contextlib.suppress(OSError):  # the disk is what failed
+            self._stream.close()
 
 
 class ShardWriter:
@@ -124,47 +194,104 @@ class ShardWriter:
             self.path = opening
         else:
             os.rename(opening, self.path)
-        self._sink = _HashingSink(self._file)
-        self.schema = schema.with_metadata(
-            {b"rolltape.table": folder.name.encode(), b"rolltape.format": format_version().encode()}
-        )
-        # Arrow writes many small pieces; each crossing into Python costs more than copying it
-        self._stream = pa.BufferedOutputStream(pa.PythonFile(self._sink, mode="w"), _PIECE)
-        self._writer = pa.ipc.new_file(self._stream, self.schema, options=_OPTIONS)
+        self._batches = _Batches(self._file, folder.name, schema)
 
     @property
     def size(self) -> int:
         """Bytes written so far."""
-        return self._sink.size
+        return self._batches.size
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Append one batch and hand it to the operating system."""
-        batch = canonical(batch.cast(self.schema) if batch.schema != self.schema else batch)
-        self._writer.write_batch(batch, custom_metadata={CHECKSUM: checksum(batch).encode()})
-        self._stream.flush()
+        """Append one batch and hand it to the operating system: it is committed then."""
+        self._batches.write(batch)
         self._file.flush()
         if self._fsync:
             os.fsync(self._file.fileno())
 
-    def close(self) -> Path:
-        """Finish the shard; returns its final path."""
-        self._writer.close()
-        self._stream.close()
+    def close(self) -> str:
+        """Finish the shard; returns its final name."""
+        self._batches.finish()
         if self._fsync:
             os.fsync(self._file.fileno())
-        final = self.path.with_name(f"{self._stem}-{self._sink.digest.hexdigest()}.arrow")
+        final = self.path.with_name(f"{self._stem}-{self._batches.hash}.arrow")
         os.rename(self.path, final)
         if self._fsync:
             sync_folder(final.parent)
         self._file.close()
-        return final
+        return final.name
 
     def abandon(self) -> None:
         """Let go of the file as it is: still live, readable up to the last whole batch."""
-        with contextlib.suppress(OSError):  # the disk is what failed
-            self._stream.close()
+        self._batches.drop()
         with contextlib.suppress(OSError):
             self._file.close()
+
+
+class ObjectShardWriter:
+    """Writes one shard of one table into an object store, by one put when it is closed.
+
+    Args:
+        place: the tape.
+        table: name of the table.
+        writer: uuid hex of the writer.
+        number: running number of the shard within (table, writer).
+        schema: schema of the table.
+        retry_s: seconds for which a put that fails is tried again.
+
+    Nothing is committed before `close`.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        table: str,
+        *,
+        writer: str,
+        number: int,
+        schema: pa.Schema,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._place = place
+        self._stem = f"{table}/{writer}-{number}"
+        self._retry_s = retry_s
+        self._memory = io.BytesIO()
+        self._batches = _Batches(self._memory, table, schema)
+        self._finished = False
+        self.opened = time.monotonic()
+
+    @property
+    def size(self) -> int:
+        """Bytes collected so far."""
+        return self._batches.size
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Collect one batch in memory."""
+        self._batches.write(batch)
+
+    def close(self) -> str:
+        """Put the shard; returns its file name.
+
+        Raises:
+            StorageError: the store refused for `retry_s` seconds.
+        """
+        if not self._finished:  # a close that failed may be tried again
+            self._batches.finish()
+            self._finished = True
+        name = f"{self._stem}-{self._batches.hash}.arrow"
+        end, pause = time.monotonic() + self._retry_s, 0.25
+        while True:
+            try:
+                self._place.put(name, self._memory.getvalue())
+                return name.rpartition("/")[2]
+            except StorageError:
+                if time.monotonic() + pause > end:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 5.0)
+
+    def abandon(self) -> None:
+        """Forget what was not put."""
+        self._batches.drop()
 
 
 def sync_folder(folder: Path) -> None:
@@ -179,76 +306,6 @@ def sync_folder(folder: Path) -> None:
 def format_version() -> str:
     """`major.minor` of the format that this code writes."""
     return f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
-
-
-@dataclass(frozen=True)
-class ShardContent:
-    """What could be read from one shard.
-
-    Args:
-        batches: the intact record batches, in order.
-        torn: for a live shard, bytes after the last intact batch; 0 is a clean end.
-        reason: why reading stopped, empty when it ended cleanly.
-    """
-
-    batches: list[pa.RecordBatch]
-    torn: int
-    reason: str
-
-
-def read_sealed(path: Path) -> list[pa.RecordBatch]:
-    """All batches of a finished shard, after checking the file against the hash in its name.
-
-    Raises:
-        DamagedShardError: the bytes are not what was written.
-    """
-    match = _SEALED.fullmatch(path.name)
-    if match is None:
-        raise DamagedShardError(f"{path}: not the name of a shard")
-    try:
-        with pa.memory_map(str(path)) as source:
-            data = source.read_buffer()
-    except OSError as error:
-        raise DamagedShardError(f"{path}: cannot be read: {error}") from error
-    found = xxhash.xxh3_128_hexdigest(data)
-    if found != match["hash"]:
-        raise DamagedShardError(
-            f"{path}: {len(data)} bytes hash to {found}, the name says {match['hash']}",
-            hint="truncated or altered after it was written; restore it from a copy",
-        )
-    try:
-        with pa.ipc.open_file(pa.BufferReader(data)) as reader:
-            return [reader.get_batch(i) for i in range(reader.num_record_batches)]
-    except _UNREADABLE as error:
-        raise DamagedShardError(f"{path}: not an Arrow IPC file: {error}") from error
-
-
-def read_live(path: Path) -> ShardContent:
-    """The intact batches of a shard that is still being written or whose writer died.
-
-    A torn tail is normal after a kill: it is reported in the result, never raised.
-    """
-    data = path.read_bytes()
-    if not data.startswith(MAGIC):
-        return ShardContent([], len(data), "no Arrow magic at the start")
-    source = pa.BufferReader(data)
-    source.seek(len(MAGIC))
-    batches: list[pa.RecordBatch] = []
-    intact = 0
-    try:
-        reader = pa.ipc.open_stream(source)
-        intact = source.tell()
-        while True:
-            batch, metadata = reader.read_next_batch_with_custom_metadata()
-            stored = dict(metadata or {}).get(CHECKSUM, b"").decode()
-            if checksum(batch) != stored:
-                return ShardContent(batches, len(data) - intact, "checksum of a batch differs")
-            batches.append(batch)
-            intact = source.tell()
-    except StopIteration:
-        return ShardContent(batches, 0, "")
-    except _UNREADABLE as error:
-        return ShardContent(batches, len(data) - intact, str(error).splitlines()[0])
 
 
 def finished(path: Path) -> list[Path]:
@@ -268,12 +325,26 @@ def is_locked(path: Path) -> bool:
 
 def list_shards(folder: Path) -> Iterator[Path]:
     """Shards of a table, finished ones and live ones, in writing order per writer."""
-    if folder.is_dir():
-        found = [p for p in folder.iterdir() if p.name.endswith((".arrow", LIVE))]
-        yield from sorted(found, key=_order)
+    for name in shard_names(LocalPlace(folder).files()):
+        yield folder / name
 
 
-def _order(path: Path) -> tuple[str, int, str]:
-    writer, _, rest = path.name.partition("-")
+def shard_names(files: Iterable[str]) -> list[str]:
+    """Those names of files that are shards, in writing order per writer."""
+    return sorted((n for n in files if n.endswith((".arrow", LIVE)) and n[0] != "."), key=_order)
+
+
+def _order(name: str) -> tuple[str, int, str]:
+    writer, _, rest = name.partition("-")
     number = re.match(r"\d+", rest)
-    return writer, int(number[0]) if number else 0, path.name
+    return writer, int(number[0]) if number else 0, name
+
+
+def row_checksum(batch: pa.RecordBatch, row: int) -> str:
+    """Hash of one row, the same wherever it is stored: for commit logs.
+
+    Args:
+        batch: any batch with the columns of its table.
+        row: index of the row.
+    """
+    return checksum(canonical(batch.slice(row, 1)))

@@ -1,94 +1,256 @@
-"""Reading a tape or a report: the folder and its tables."""
+"""Reading a tape or a report: the folder, its seal and its tables, batch by batch."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import xxhash
 
-from rolltape.store.errors import DamagedShardError, NewerFormatError, NotATapeError
+from rolltape.store.errors import (
+    DamagedShardError,
+    NewerFormatError,
+    NotATapeError,
+    StorageError,
+    UsageError,
+)
+from rolltape.store.places import LocalPlace, Place, place_of
+from rolltape.store.readers import (
+    Cache,
+    LiveShard,
+    Sealed,
+    Shard,
+    finished_name,
+    open_shard,
+    shards_of,
+)
 from rolltape.store.schema import FORMAT_MAJOR, REPORT_TABLES, TAPE_TABLES
-from rolltape.store.shards import LIVE, finished, list_shards, read_live, read_sealed
-from rolltape.store.writer import REPORT_HEADER, SEAL, TAPE_HEADER
+
+TAPE_HEADER = "tape.json"
+REPORT_HEADER = "report.json"
+SEAL = "seal.json"
+
+# A reader holds at most this much: files that are mapped, and batches that were read last.
+_OPEN_BYTES = 192 << 20
+_BATCH_BYTES = 64 << 20
 
 
 class Folder:
     """A folder of tables with a JSON header: what a tape and a report have in common.
 
     Args:
-        path: the folder.
+        place: where it lies.
         header: name of its header file.
         schemas: schemas of its tables.
         skip_damaged: leave a damaged shard out and say so in `problems`, instead of raising.
+        version: read it as it was at that seal; None is now, unsealed parts included.
+
+    Raises:
+        NotATapeError: there is no header.
+        NewerFormatError: written by a newer major version.
+        DamagedShardError: a shard that the seal lists is missing or has another size.
     """
 
     def __init__(
-        self, path: Path, *, header: str, schemas: dict[str, pa.Schema], skip_damaged: bool
+        self,
+        place: Place,
+        *,
+        header: str,
+        schemas: Mapping[str, pa.Schema],
+        skip_damaged: bool = False,
+        version: int | None = None,
     ) -> None:
-        self.path = path
-        self.header = _read_header(path, header)
+        self.place = place
+        self.header = _read_header(place, header)
+        self.seal = read_seal(place)
+        self.version = version
         self.problems: list[str] = []
-        self._schemas = schemas
-        self._skip_damaged = skip_damaged
+        self.schemas = schemas
+        self.skip_damaged = skip_damaged
         self._tables: dict[str, pa.Table] = {}
+        self._files: dict[str, list[str]] = {}
+        self._sealed = self._read_list()
+        self._open: Cache[Shard] = Cache(_OPEN_BYTES, Shard.close)
+        self._batches: Cache[pa.RecordBatch] = Cache(_BATCH_BYTES)
+        if self.seal is not None and not skip_damaged:
+            check_seal(place, self.seal)
+
+    def _read_list(self) -> dict[tuple[str, str], Sealed]:
+        found = {}
+        versions = set()
+        for entry in (self.seal or {}).get("shards", []):
+            table, _, file = str(entry["shard"]).partition("/")
+            versions.add(entry.get("version", 1))
+            if self.version is None or entry.get("version", 1) <= self.version:
+                found[table, file] = Sealed(int(entry["bytes"]), entry.get("batches"))
+        if self.version is not None and self.version not in versions:
+            known = ", ".join(map(str, sorted(versions))) or "none: it is not sealed"
+            raise UsageError(f"{self.place} has no version {self.version}", hint=f"it has {known}")
+        return found
+
+    @property
+    def path(self) -> Path:
+        """The folder on this machine.
+
+        Raises:
+            UsageError: it lies in an object store.
+        """
+        if isinstance(self.place, LocalPlace):
+            return self.place.path
+        raise UsageError(f"{self.place}: this needs a local folder", hint="copy the tape here")
 
     @property
     def uuid(self) -> str:
         """Identity of this folder's content, independent of where it lies."""
         return str(self.header["uuid"])
 
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits of the uuid and of the names of all shards, which hold their hashes.
+
+        It changes when something is added; live shards count by their size.
+        """
+        digest = xxhash.xxh3_128(self.uuid.encode())
+        for table in sorted(self.schemas):
+            for file in self.files(table):
+                digest.update(f"{table}/{file}\0".encode())
+                if not file.endswith(".arrow"):
+                    digest.update(str(self.place.files(table).get(file, 0)).encode())
+        return digest.hexdigest()
+
+    def files(self, table: str) -> list[str]:
+        """Names of the shards of a table, as they were when it was first asked for."""
+        if table not in self._files:
+            names = shards_of(self.place, table)
+            if self.version is not None:
+                names = [n for n in names if (table, n) in self._sealed]
+            self._files[table] = names
+        return self._files[table]
+
+    def only(self, table: str, files: Collection[str]) -> None:
+        """From now on read these shards of a table alone, as far as they are there."""
+        self._files[table] = [file for file in self.files(table) if file in files]
+
+    def shard(self, table: str, file: str, *, whole: bool = False) -> Shard:
+        """A shard, kept open for a while.
+
+        Args:
+            table: name of the table.
+            file: one of `files(table)`.
+            whole: check the whole file, not only the batches that will be read.
+
+        Raises:
+            DamagedShardError: it is not what was written.
+        """
+
+        def make() -> tuple[Shard, int]:
+            sealed = None if whole else self._sealed.get((table, file))
+            try:
+                shard = open_shard(self.place, table, file, sealed=sealed)
+            except FileNotFoundError as error:
+                # sealed between the listing and now: the same batches under the final name
+                final = finished_name(list(self.place.files(table)), file)
+                if final is None:
+                    raise DamagedShardError(f"{self.place}/{table}/{file}: is gone") from error
+                shard = open_shard(self.place, table, final)
+            if isinstance(shard, LiveShard) and shard.torn:
+                self.note(
+                    f"{shard.name}: {shard.torn} bytes after the last whole batch were ignored "
+                    f"({shard.reason})"
+                )
+            return shard, shard.nbytes
+
+        return self._open.get((table, file, whole), make)
+
+    def batch(self, table: str, file: str, number: int) -> pa.RecordBatch:
+        """One batch with all columns, kept for a while."""
+
+        def make() -> tuple[pa.RecordBatch, int]:
+            batch = self.shard(table, file).read(number, self.schemas[table])
+            return batch, batch.nbytes
+
+        return self._batches.get((table, file, number), make)
+
+    def batches(
+        self,
+        table: str,
+        columns: Sequence[str] | None = None,
+        *,
+        whole: bool = False,
+        skip: Collection[str] = (),
+    ) -> Iterator[tuple[str, int, pa.RecordBatch]]:
+        """(file, number, batch) of every batch of a table, read one at a time.
+
+        Args:
+            table: its name.
+            columns: only these, in this order; None is all.
+            whole: check whole files.
+            skip: leave out these files.
+
+        Raises:
+            DamagedShardError: a shard is not what was written (unless `skip_damaged`).
+        """
+        schema = self.schemas[table]
+        if columns is not None:
+            schema = pa.schema([schema.field(name) for name in columns])
+        for file in self.files(table):
+            if file in skip:
+                continue
+            with self.damage():
+                shard = self.shard(table, file, whole=whole)
+                for number in range(shard.batches):
+                    with self.damage():  # one damaged batch costs only itself
+                        yield file, number, shard.read(number, schema)
+
+    @contextlib.contextmanager
+    def damage(self) -> Iterator[None]:
+        """Where a shard may turn out to be damaged: with `skip_damaged` that is only noted."""
+        try:
+            yield
+        except DamagedShardError as error:
+            if not self.skip_damaged:
+                raise
+            self.note(str(error))
+
+    def note(self, problem: str) -> None:
+        """Add to `problems`, once."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def count(self, table: str, *, whole: bool = False) -> int:
+        """Number of rows of a table, reading one column.
+
+        Args:
+            table: its name.
+            whole: also check whole files.
+        """
+        first = self.schemas[table].names[0]
+        return sum(batch.num_rows for _, _, batch in self.batches(table, [first], whole=whole))
+
     def table(self, name: str) -> pa.Table:
-        """All rows of a table; empty when nothing was recorded.
+        """All rows of a table in memory; empty when nothing was recorded. For small tables.
 
         Columns that this version does not know are left out; columns that the writer did not
-        know are null.
+        know are null. Whole files are checked.
 
         Raises:
             DamagedShardError: a shard is not what was written (unless `skip_damaged`).
             KeyError: no such table in the format.
         """
         if name not in self._tables:
-            self._tables[name] = self._load(name)
+            found = [batch for _, _, batch in self.batches(name, whole=True)]
+            self._tables[name] = _one_chunk(pa.Table.from_batches(found, self.schemas[name]))
         return self._tables[name]
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """A table as Python dicts; for small tables."""
         rows: list[dict[str, Any]] = self.table(name).to_pylist()
         return rows
-
-    def _load(self, name: str) -> pa.Table:
-        schema = self._schemas[name]
-        tables = []
-        for path in list_shards(self.path / name):
-            try:
-                batches = self._read(path)
-            except DamagedShardError as error:
-                if not self._skip_damaged:
-                    raise
-                self.problems.append(str(error))
-                continue
-            if batches:
-                tables.append(_conform(pa.Table.from_batches(batches), schema, path))
-        return _one_chunk(pa.concat_tables(tables)) if tables else schema.empty_table()
-
-    def _read(self, path: Path) -> list[pa.RecordBatch]:
-        if not path.name.endswith(LIVE):
-            return read_sealed(path)
-        if finished(path):
-            return []  # recovered already, by a sealing that was cut short before it removed this
-        try:
-            content = read_live(path)
-        except FileNotFoundError:  # sealed between the listing and now
-            return [batch for p in finished(path) for batch in read_sealed(p)]
-        if content.torn:
-            self.problems.append(
-                f"{path}: {content.torn} bytes after the last whole batch were ignored "
-                f"({content.reason})"
-            )
-        return content.batches
 
 
 class Report(Folder):
@@ -109,101 +271,113 @@ def open_report(path: str | os.PathLike[str], *, skip_damaged: bool = False) -> 
         NewerFormatError: written by a newer major version.
     """
     return Report(
-        Path(path), header=REPORT_HEADER, schemas=REPORT_TABLES, skip_damaged=skip_damaged
+        place_of(path), header=REPORT_HEADER, schemas=REPORT_TABLES, skip_damaged=skip_damaged
     )
 
 
-def kind_of(path: str | os.PathLike[str]) -> str | None:
+def open_folder(path: str | os.PathLike[str], *, skip_damaged: bool = False) -> Folder:
+    """The tables of a tape without the joins; `rolltape.store.open` gives those."""
+    return Folder(
+        place_of(path), header=TAPE_HEADER, schemas=TAPE_TABLES, skip_damaged=skip_damaged
+    )
+
+
+def kind_of(path: str | os.PathLike[str], place: Place | None = None) -> str | None:
     """`"tape"`, `"report"` or None."""
-    root = Path(path)
+    place = place or place_of(path)
     for name, kind in ((TAPE_HEADER, "tape"), (REPORT_HEADER, "report")):
-        if (root / name).is_file():
+        if place.exists(name):
             return kind
     return None
 
 
-def read_seal(path: Path) -> dict[str, Any] | None:
+def read_seal(place: Place) -> dict[str, Any] | None:
     """Content of `seal.json`, None for a tape that is not sealed."""
-    file = path / SEAL
-    return dict(_read_json(file)) if file.exists() else None
+    try:
+        data = place.read(SEAL)
+    except FileNotFoundError:
+        return None
+    seal = _parse(data, f"{place}/{SEAL}")
+    shards = seal.get("shards", [])
+    if not isinstance(shards, list) or not all(_is_entry(entry) for entry in shards):
+        raise NotATapeError(f"{place}/{SEAL}: shards is not a list of names and sizes")
+    return seal
 
 
-def check_seal(path: Path, seal: dict[str, Any]) -> None:
+def _is_entry(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("shard"), str)
+        and isinstance(entry.get("bytes"), int)
+        and isinstance(entry.get("batches", 0), int | None)
+        and isinstance(entry.get("version", 1), int)
+    )
+
+
+def check_seal(place: Place, seal: Mapping[str, Any]) -> None:
     """Every shard that the seal lists must be there with its size.
 
     Raises:
         DamagedShardError: naming the first one that is not.
     """
-    for entry in seal.get("shards", []):
-        shard = path / str(entry["shard"])
-        if not shard.is_file():
-            raise DamagedShardError(f"{shard}: listed in {SEAL} but missing")
-        size = shard.stat().st_size
-        if size != entry["bytes"]:
-            raise DamagedShardError(
-                f"{shard}: {size} bytes, {SEAL} says {entry['bytes']}",
-                hint="truncated or altered after it was written; restore it from a copy",
-            )
+    problems = seal_problems(place, seal)
+    if problems:
+        raise DamagedShardError(problems[0])
 
 
-def seal_problems(path: Path, seal: dict[str, Any] | None) -> list[str]:
+def seal_problems(place: Place, seal: Mapping[str, Any] | None) -> list[str]:
     """Every shard that a seal lists and that is gone or cut."""
     found = []
-    for entry in (seal or {}).get("shards", []):
-        try:
-            check_seal(path, {"shards": [entry]})
-        except DamagedShardError as error:
-            found.append(str(error))
+    listings: dict[str, dict[str, int]] = {}
+    index = (seal or {}).get("index") or {}
+    for entry in [*(seal or {}).get("shards", []), *index.get("shards", [])]:
+        table, _, file = str(entry["shard"]).partition("/")
+        if table not in listings:
+            listings[table] = place.files(table)
+        size = listings[table].get(file)
+        if size is None:
+            found.append(f"{place}/{entry['shard']}: listed in {SEAL} but missing")
+        elif size != entry["bytes"]:
+            found.append(
+                f"{place}/{entry['shard']}: {size} bytes, {SEAL} says {entry['bytes']} "
+                "(truncated or altered after it was written; restore it from a copy)"
+            )
     return found
 
 
-def _read_header(root: Path, name: str) -> dict[str, Any]:
-    file = root / name
+def _read_header(place: Place, name: str) -> dict[str, Any]:
     what = "report" if name == REPORT_HEADER else "tape"
-    if not file.is_file():
-        if "://" in str(root) or ":/" in str(root)[:8]:
-            raise NotATapeError(f"{root}: only local folders yet", hint="copy the tape here")
-        other = kind_of(root)
-        hint = f"it is a {other}" if other else None
-        if hint is None and not root.exists():
+    try:
+        data = place.read(name)
+    except (FileNotFoundError, StorageError) as error:
+        if isinstance(error, StorageError) and not isinstance(place, LocalPlace):
+            raise
+        other = kind_of("", place)
+        hint = f"it is a {other}" if other else f"a {what} has a {name}"
+        if other is None and isinstance(place, LocalPlace) and not place.path.exists():
             hint = "no such file or folder"
-        raise NotATapeError(f"{root} is not a {what}", hint=hint or f"a {what} has a {name}")
-    header = _read_json(file)
+        raise NotATapeError(f"{place} is not a {what}", hint=hint) from error
+    header = _parse(data, f"{place}/{name}")
     version = str(header.get("format", ""))
     major = version.partition(".")[0]
     if not major.isdecimal() or "uuid" not in header:
-        raise NotATapeError(f"{file}: no format version", hint=f"not written as a {what}")
+        raise NotATapeError(f"{place}/{name}: no format version", hint=f"not written as a {what}")
     if int(major) > FORMAT_MAJOR:
         raise NewerFormatError(
-            f"{root} has format {version}, this rolltape reads up to {FORMAT_MAJOR}.x",
+            f"{place} has format {version}, this rolltape reads up to {FORMAT_MAJOR}.x",
             hint="upgrade rolltape",
         )
     return header
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _parse(data: bytes, name: str) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise NotATapeError(f"{file}: not JSON: {error}") from error
+        value = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise NotATapeError(f"{name}: not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise NotATapeError(f"{file}: not a JSON object")
+        raise NotATapeError(f"{name}: not a JSON object")
     return value
-
-
-def _conform(table: pa.Table, schema: pa.Schema, path: Path) -> pa.Table:
-    columns = []
-    for field in schema:
-        if field.name in table.column_names:
-            try:
-                columns.append(table.column(field.name).cast(field.type))
-            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-                raise DamagedShardError(f"{path}: column {field.name}: {error}") from error
-        elif field.nullable:
-            columns.append(pa.chunked_array([pa.nulls(table.num_rows, field.type)]))
-        else:
-            raise DamagedShardError(f"{path}: column {field.name} is missing")
-    return pa.table(columns, schema=schema)
 
 
 def _one_chunk(table: pa.Table) -> pa.Table:
@@ -212,8 +386,3 @@ def _one_chunk(table: pa.Table) -> pa.Table:
         return table.combine_chunks()
     except pa.ArrowInvalid:  # a list column of more than 2^31 elements stays in pieces
         return table
-
-
-def open_folder(path: str | os.PathLike[str], *, skip_damaged: bool = False) -> Folder:
-    """The tables of a tape without the joins; `rolltape.store.open` gives those."""
-    return Folder(Path(path), header=TAPE_HEADER, schemas=TAPE_TABLES, skip_damaged=skip_damaged)

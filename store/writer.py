@@ -1,4 +1,4 @@
-"""Writing a tape: the folder, one writer per process, and the seal."""
+"""Writing a tape: the folder, one writer per process, and its commit log."""
 
 from __future__ import annotations
 
@@ -8,34 +8,60 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import pyarrow as pa
 
 from rolltape.store.columns import make_batch
-from rolltape.store.errors import NotATapeError, TapeError, TapeExistsError, UsageError
-from rolltape.store.schema import REPORT_TABLES, TAPE_TABLES
-from rolltape.store.shards import (
-    LIVE,
-    ShardWriter,
-    finished,
-    format_version,
-    is_locked,
-    list_shards,
-    read_live,
+from rolltape.store.errors import (
+    NotATapeError,
+    StorageError,
+    TapeError,
+    TapeExistsError,
+    TapeFullError,
+    UsageError,
 )
+from rolltape.store.places import LocalPlace, ObjectPlace, Place, place_of
+from rolltape.store.schema import DERIVED_TABLES, REPORT_TABLES, TAPE_TABLES
+from rolltape.store.shards import ObjectShardWriter, ShardWriter, format_version, row_checksum
+from rolltape.store.tape import REPORT_HEADER, TAPE_HEADER, kind_of
 
+#: A shard is finished when it has this size, in a folder and in an object store.
 SHARD_BYTES = 64 << 20
-_BUFFER_BYTES = 1 << 20
-
-TAPE_HEADER = "tape.json"
-REPORT_HEADER = "report.json"
-SEAL = "seal.json"
+OBJECT_BYTES = 8 << 20
+#: And in an object store when its first row is this old.
+OBJECT_SECONDS = 10.0
+#: Rows are collected up to this size, and a batch is at most that large unless one row is.
+BUFFER_BYTES = 1 << 20
+BATCH_BYTES = 32 << 20
 
 
 def new_uuid() -> str:
     """32 hex digits."""
     return uuid.uuid4().hex
+
+
+@overload
+def create_tape(
+    path: Path,
+    *,
+    role: str,
+    parent: str | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    uuid: str | None = None,
+) -> Path: ...
+
+
+@overload
+def create_tape(
+    path: str | os.PathLike[str],
+    *,
+    role: str,
+    parent: str | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    uuid: str | None = None,
+) -> Path | ObjectPlace: ...
 
 
 def create_tape(
@@ -44,75 +70,133 @@ def create_tape(
     role: str,
     parent: str | None = None,
     provenance: Mapping[str, Any] | None = None,
-) -> Path:
+    storage_options: Mapping[str, Any] | None = None,
+    uuid: str | None = None,
+) -> Path | ObjectPlace:
     """Make the folder of a new tape and its header.
 
     Args:
-        path: must not exist, or be an empty folder.
+        path: must not exist, or be an empty folder; or the URL of an empty prefix.
         role: rollout, trainer, reference or draft.
         parent: uuid of the tape that this one replays.
         provenance: JSON-able facts about the run (argv, git, environment allow-list).
+        storage_options: see `rolltape.store.places.place_of`.
+        uuid: identity of the content; new unless the content is another tape's.
+
+    Returns:
+        The folder, or the place in the object store.
 
     Raises:
         TapeExistsError: there is something at `path` already.
+        StorageError: it cannot be made.
     """
     header = {
-        "uuid": new_uuid(),
+        "uuid": uuid or new_uuid(),
         "role": role,
         "parent": parent,
         "provenance": dict(provenance or {}),
     }
-    return _create(Path(path), TAPE_HEADER, header)
+    place = _create(place_of(path, storage_options), TAPE_HEADER, header)
+    return place.path if isinstance(place, LocalPlace) else place
 
 
 def create_report(path: str | os.PathLike[str], *, summary: Mapping[str, Any]) -> Path:
     """Make the folder of a new diff report; `summary` is what `diff --json` prints."""
-    return _create(Path(path), REPORT_HEADER, {"uuid": new_uuid(), "summary": dict(summary)})
+    place = LocalPlace(Path(path))
+    _create(place, REPORT_HEADER, {"uuid": new_uuid(), "summary": dict(summary)})
+    return place.path
 
 
-def _create(root: Path, name: str, header: dict[str, Any]) -> Path:
-    if "://" in str(root):
-        raise UsageError(f"{root}: only local folders yet", hint="copy it after it is sealed")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        empty = not any(root.iterdir())
-    except OSError as error:
-        raise TapeError(f"{root}: {error.strerror}", hint="choose another -o") from error
+def _create(
+    place: LocalPlace | ObjectPlace, name: str, header: dict[str, Any]
+) -> LocalPlace | ObjectPlace:
+    if isinstance(place, LocalPlace):
+        try:
+            place.path.mkdir(parents=True, exist_ok=True)
+            empty = not any(place.path.iterdir())
+        except OSError as error:
+            raise TapeError(f"{place}: {error.strerror}", hint="choose another -o") from error
+    else:
+        empty = not place.files() and not place.folders()
     if not empty:
-        raise TapeExistsError(f"{root} is not empty", hint="choose another -o, or remove it")
+        raise TapeExistsError(f"{place} is not empty", hint="choose another -o, or remove it")
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    write_json(root / name, {"format": format_version(), "created": created, **header})
-    return root
+    content = {"format": format_version(), "created": created, **header}
+    put_json(place, name, content, exclusive=True)
+    # Object stores let the last of two writers win: look who it was.
+    if not isinstance(place, LocalPlace) and json.loads(place.read(name)) != content:
+        raise TapeExistsError(f"{place}: another recording started there", hint="choose another -o")
+    return place
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file that is either there in full or not there (temp name, then rename)."""
-    temporary = path.with_name(f".{path.name}.{new_uuid()}")
-    temporary.write_text(json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
-    os.replace(temporary, path)
+def put_json(
+    place: LocalPlace | ObjectPlace, name: str, value: Mapping[str, Any], *, exclusive: bool = False
+) -> None:
+    """Write a JSON file that is either there in full or not there.
+
+    Args:
+        place: the tape.
+        name: of the file.
+        value: what it holds.
+        exclusive: in a folder: refuse if there is one, also one made at the same moment.
+
+    Raises:
+        TapeExistsError: `exclusive`, and there is one.
+    """
+    data = (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+    if not (exclusive and isinstance(place, LocalPlace)):
+        place.put(name, data)
+        return
+    temporary = place.path / f".{name}.{new_uuid()}"
+    try:
+        temporary.write_bytes(data)
+        try:
+            os.link(temporary, place.path / name)  # unlike a rename it never replaces
+        finally:
+            temporary.unlink()
+    except FileExistsError as error:
+        raise TapeExistsError(f"{place} is not empty", hint="choose another -o") from error
+    except OSError as error:
+        raise StorageError(f"{place}/{name}: {error.strerror}") from error
 
 
 class TapeWriter:
     """Appends rows to the tables of one tape or report. One per process; not thread-safe.
 
     Args:
-        root: folder made by `create_tape` or `create_report`, maybe by another process.
+        root: what `create_tape` or `create_report` made, maybe in another process: a path, a URL
+            or the place itself.
         fsync: survive power loss, not only the death of the process.
+        storage_options: see `rolltape.store.places.place_of`.
+        commit_log: file to which a line is appended for each row of a table with positions, after
+            the row is committed: JSON with table, key, start, n and `row_checksum`.
+        max_bytes: refuse to write when all shards of the tape together have this size.
 
-    Rows are buffered until 1 MiB or `flush()`; what has been flushed survives SIGKILL.
+    Rows are buffered until 1 MiB or `flush()`. In a folder, what has been flushed is committed: it
+    survives SIGKILL. In an object store rows are committed when their shard is put: at 8 MiB, 10 s
+    after its first row (at the next `flush`), or on `close`.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, fsync: bool = False) -> None:
-        self.root = Path(root)
-        if (self.root / TAPE_HEADER).exists():
-            self.tables = TAPE_TABLES
-        elif (self.root / REPORT_HEADER).exists():
-            self.tables = REPORT_TABLES
-        else:
-            raise NotATapeError(f"{self.root}: neither {TAPE_HEADER} nor {REPORT_HEADER} there")
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | Place,
+        *,
+        fsync: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        commit_log: str | os.PathLike[str] | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        given = isinstance(root, LocalPlace | ObjectPlace)
+        self.place: Place = root if given else place_of(root, storage_options)  # type: ignore[assignment,arg-type]
+        kind = kind_of("", self.place)
+        if kind is None:
+            raise NotATapeError(f"{self.place}: neither {TAPE_HEADER} nor {REPORT_HEADER} there")
+        self.tables = TAPE_TABLES if kind == "tape" else REPORT_TABLES
         self.id = new_uuid()
         self._fsync = fsync
-        self._open: dict[str, ShardWriter] = {}
+        self._log = _CommitLog(Path(commit_log)) if commit_log is not None else None
+        self._limit = _Limit(self.place, max_bytes) if max_bytes is not None else None
+        self._open: dict[str, ShardWriter | ObjectShardWriter] = {}
         self._numbers: dict[str, int] = {}
         self._pending: dict[str, list[pa.RecordBatch]] = {}
         self._pending_bytes: dict[str, int] = {}
@@ -130,22 +214,40 @@ class TapeWriter:
         self._pending.setdefault(table, []).append(batch)
         size = self._pending_bytes.get(table, 0) + batch.nbytes
         self._pending_bytes[table] = size
-        if size >= _BUFFER_BYTES:
+        if size >= BUFFER_BYTES:
             self._flush_table(table)
 
+    def write_batch(self, table: str, batch: pa.RecordBatch) -> None:
+        """Write what is buffered, then this batch as one record batch of its own."""
+        self._flush_table(table)
+        self._write(table, batch)
+
     def flush(self) -> None:
-        """Hand everything buffered to the operating system."""
+        """Hand everything buffered to the operating system, or put what is old enough."""
         for table in list(self._pending):
             self._flush_table(table)
+        self.put_due()
+
+    def put_due(self) -> None:
+        """In an object store: put the shards whose first row is 10 s old."""
+        now = time.monotonic()
+        for table, shard in list(self._open.items()):
+            if isinstance(shard, ObjectShardWriter) and now - shard.opened >= OBJECT_SECONDS:
+                self._close(table)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are rows that only `put_due` or `close` will commit."""
+        return any(isinstance(shard, ObjectShardWriter) for shard in self._open.values())
 
     def close(self) -> None:
         """Flush, finish every shard and give it its final name."""
         self.flush()
-        while self._open:
-            self._open.popitem()[1].close()
+        for table in list(self._open):
+            self._close(table)
 
     def abandon(self) -> None:
-        """After an error: let go of the files, which stay live. What was flushed is safe."""
+        """After an error: let go of the files, which stay live. What was committed is safe."""
         self._pending.clear()
         self._pending_bytes.clear()
         while self._open:
@@ -163,92 +265,104 @@ class TapeWriter:
         if not batches:
             return
         batch = pa.concat_batches(batches) if len(batches) > 1 else batches[0]
+        rows = max(1, batch.num_rows * BATCH_BYTES // max(batch.nbytes, 1))
+        for start in range(0, max(batch.num_rows, 1), rows):
+            self._write(table, batch.slice(start, rows))
+
+    def _write(self, table: str, batch: pa.RecordBatch) -> None:
+        if self._limit is not None:
+            self._limit.check()
         if table not in self._open:
-            number = self._numbers.get(table, 0)
-            self._numbers[table] = number + 1
-            self._open[table] = ShardWriter(
-                self.root / table,
+            self._open[table] = self._start(table)
+        shard = self._open[table]
+        before = shard.size
+        shard.write(batch)
+        if self._limit is not None:
+            self._limit.add(shard.size - before)
+        if isinstance(shard, ShardWriter):
+            if self._log is not None:
+                self._log.committed(table, [batch])
+            limit = SHARD_BYTES
+        else:
+            if self._log is not None:
+                self._log.wrote(table, batch)
+            limit = OBJECT_BYTES
+        if shard.size >= limit:
+            self._close(table)
+
+    def _start(self, table: str) -> ShardWriter | ObjectShardWriter:
+        number = self._numbers.get(table, 0)
+        self._numbers[table] = number + 1
+        schema = self.tables[table]
+        if isinstance(self.place, LocalPlace):
+            return ShardWriter(
+                self.place.path / table,
                 writer=self.id,
                 number=number,
-                schema=self.tables[table],
+                schema=schema,
                 fsync=self._fsync,
             )
+        return ObjectShardWriter(self.place, table, writer=self.id, number=number, schema=schema)
+
+    def _close(self, table: str) -> None:
         shard = self._open[table]
-        shard.write(batch)
-        if shard.size >= SHARD_BYTES:
-            self._open.pop(table).close()
+        shard.close()  # if this fails the shard stays, and closing is tried again
+        del self._open[table]
+        if self._log is not None and isinstance(shard, ObjectShardWriter):
+            self._log.committed(table, self._log.take(table))
 
 
-def recover(root: Path) -> list[dict[str, Any]]:
-    """Finish the live shards whose writers are dead.
+class _CommitLog:
+    """Appends a line a committed row; several processes may share the file."""
 
-    The intact batches of each go into a sealed shard beside it; the live file is then removed.
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the writer
+        except OSError as error:
+            raise UsageError(f"--commit-log {path}: {error.strerror}") from error
+        self._waiting: dict[str, list[pa.RecordBatch]] = {}
 
-    Returns:
-        One dict a recovered shard: `shard`, `rows`, `torn` bytes, `reason`.
-    """
-    found = []
-    for table in sorted(p for p in root.iterdir() if p.is_dir()):
-        for path in list(list_shards(table)):
-            if not path.name.endswith(LIVE) or is_locked(path):
-                continue
-            content = read_live(path)
-            if content.batches:
-                _finish_for(path, content.batches)
-            path.unlink(missing_ok=True)
-            rows = sum(b.num_rows for b in content.batches)
-            name = f"{table.name}/{path.name}"
-            found.append(
-                {"shard": name, "rows": rows, "torn": content.torn, "reason": content.reason}
+    def wrote(self, table: str, batch: pa.RecordBatch) -> None:
+        self._waiting.setdefault(table, []).append(batch)
+
+    def take(self, table: str) -> list[pa.RecordBatch]:
+        return self._waiting.pop(table, [])
+
+    def committed(self, table: str, batches: list[pa.RecordBatch]) -> None:
+        if "start" not in TAPE_TABLES.get(table, pa.schema([])).names or table in DERIVED_TABLES:
+            return
+        lines = []
+        for batch in batches:
+            names = ["engine", "request", "sample", "pass", "start", "n"]
+            for i, row in enumerate(batch.select(names).to_pylist()):
+                lines.append(
+                    json.dumps({"table": table, **row, "checksum": row_checksum(batch, i)})
+                )
+        self._file.write("".join(line + "\n" for line in lines).encode())
+
+
+class _Limit:
+    """Size of all shards of a tape, looked at anew each time this writer has added some."""
+
+    def __init__(self, place: Place, most: int) -> None:
+        self._place, self._most = place, most
+        self._step = max(most // 64, 1 << 16)
+        self._known = self._look()
+        self._added = 0
+
+    def _look(self) -> int:
+        tables = [name for name in self._place.folders() if name in TAPE_TABLES]
+        return sum(sum(self._place.files(table).values()) for table in tables)
+
+    def add(self, size: int) -> None:
+        self._added += size
+        if self._added >= self._step:
+            self._known, self._added = self._look(), 0
+
+    def check(self) -> None:
+        """Raises TapeFullError when the tape has reached its size."""
+        if self._known + self._added >= self._most:
+            raise TapeFullError(
+                f"{self._place} has reached {self._most:,} bytes",
+                hint="--max-bytes; what is recorded stays",
             )
-    return found
-
-
-def _finish_for(path: Path, batches: list[pa.RecordBatch]) -> None:
-    """Write the finished shard of a live one, under its name and number; again is as once."""
-    if finished(path):
-        return
-    writer, number = path.name.removesuffix(LIVE).split("-")
-    shard = ShardWriter(
-        path.parent, writer=writer, number=int(number), schema=batches[0].schema, hidden=True
-    )
-    for batch in batches:
-        shard.write(batch)
-    shard.close()
-
-
-def seal(
-    root: str | os.PathLike[str], *, status: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Close a tape: recover what dead writers left, then list every shard in `seal.json`.
-
-    Args:
-        root: the tape.
-        status: JSON-able facts about the end of the run (exit status, drops).
-
-    Returns:
-        What was written. `live` names shards whose writers are still at work; they are not lost,
-        readers see them, but they are not covered by this seal.
-    """
-    root = Path(root)
-    recovered = recover(root)
-    shards: list[dict[str, Any]] = []
-    live: list[str] = []
-    for table in sorted(p for p in root.iterdir() if p.is_dir()):
-        for path in list_shards(table):
-            name = f"{table.name}/{path.name}"
-            if path.name.endswith(LIVE):
-                live.append(name)
-            else:
-                shards.append({"shard": name, "bytes": path.stat().st_size})
-    sealed = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    content = {
-        "format": format_version(),
-        "sealed": sealed,
-        "status": dict(status or {}),
-        "recovered": recovered,
-        "live": live,
-        "shards": shards,
-    }
-    write_json(root / SEAL, content)
-    return content

@@ -343,7 +343,7 @@ def _route_columns(block: RouteBlock, span: slice) -> dict[str, Any]:
         "k": ids.shape[2],
         "num_experts": block.experts,
         "encoding": "plain",
-        "ids": codecs.ROUTE_CODECS["plain"].encode(ids, block.experts),
+        "ids": codecs.encode_plain(ids, block.experts),
         "weights": None if block.weights is None else codecs.encode_floats(block.weights[span]),
         "margin": None if block.margin is None else codecs.encode_floats(block.margin[span]),
         "valid": codecs.encode_bits(block.valid[span]),

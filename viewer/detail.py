@@ -10,8 +10,9 @@ import pyarrow.compute as pc
 
 from rolltape.store.columns import Masked
 from rolltape.store.keys import Key
+from rolltape.store.routes import Routes
 from rolltape.store.schema import SUPPORT_EXPLICIT, SUPPORT_FULL
-from rolltape.store.sequences import Routes, Sequence, Tape
+from rolltape.store.sequences import Sequence, Tape
 from rolltape.viewer.columns import STATES, Columns
 from rolltape.viewer.library import Pair
 

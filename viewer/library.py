@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rolltape.store.errors import NotATapeError, RolltapeError, TapeError
-from rolltape.store.sequences import Routes, Sequence, Tape, open_tape
+from rolltape.store.routes import Routes
+from rolltape.store.sequences import Sequence, Tape, open_tape
 from rolltape.store.shards import list_shards
 from rolltape.store.tape import Report, kind_of, open_report, seal_problems
 from rolltape.viewer.answers import unknown
@@ -147,7 +148,7 @@ class Pair:
     def seal_problems(self) -> list[str]:
         """Shards that a seal lists and that are gone or cut."""
         tapes = [t for t in (self.tape, self.b) if t is not None]
-        return [problem for t in tapes for problem in seal_problems(t.path, t.seal)]
+        return [problem for t in tapes for problem in seal_problems(t.place, t.seal)]
 
     @property
     def problems(self) -> list[str]:

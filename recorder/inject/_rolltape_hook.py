@@ -200,7 +200,11 @@ def _leave_heartbeat() -> None:
 
 def _leave(name: str, facts: "Mapping[str, str | int]") -> "bool | None":
     """Write a small file into the tape; False if it is there already, None if that failed."""
-    path = os.path.join(os.environ.get("ROLLTAPE_TAPE", ""), "procs", name)
+    # a tape in an object store has a folder on the launcher's machine for this
+    folder = os.environ.get("ROLLTAPE_PROCS") or os.path.join(
+        os.environ.get("ROLLTAPE_TAPE", ""), "procs"
+    )
+    path = os.path.join(folder, name)
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except FileExistsError:

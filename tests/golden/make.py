@@ -90,7 +90,7 @@ def write(root: Path) -> None:
                 "k": 2,
                 "num_experts": 300,
                 "encoding": "plain",
-                "ids": [codecs.ROUTE_CODECS["plain"].encode(ids, 300)],
+                "ids": [codecs.encode_plain(ids, 300)],
                 "weights": [codecs.encode_floats(np.full((2, 2, 2), 0.5))],
                 "valid": [codecs.encode_bits(np.array([[True, True], [True, False]]))],
                 "missing": json.dumps([[1, 1, 3, "not-captured"], [2, 1, None, "last"]]),

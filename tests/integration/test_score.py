@@ -29,7 +29,7 @@ from rolltape.replay.logprobs import Sampling, Span, score
 from rolltape.replay.score import replay, score_tape
 from rolltape.replay.switches import Switches
 from rolltape.store import ForcingError, ModelMismatchError, Routes, Supports, UsageError
-from rolltape.store.codecs import ROUTE_CODECS, encode_floats
+from rolltape.store.codecs import encode_floats, encode_plain
 from rolltape.store.schema import SUPPORT_EXPLICIT, SUPPORT_FULL, SUPPORT_UNRECORDED
 
 pytestmark = pytest.mark.engine
@@ -277,7 +277,7 @@ def write_tape(
                         "k": r.ids.shape[2],
                         "num_experts": blocks[0].num_experts,
                         "encoding": "plain",
-                        "ids": [ROUTE_CODECS["plain"].encode(r.ids, blocks[0].num_experts)],
+                        "ids": [encode_plain(r.ids, blocks[0].num_experts)],
                         "weights": [encode_floats(r.weights) if weights else None],
                     },
                 )

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rolltape.recorder.injection import INJECT, prepended
 from rolltape.recorder.launch import _Bounded, with_python
 from rolltape.recorder.output import default_output, expand, prepare_output, short_name
 from rolltape.recorder.summary import summarize
+from rolltape.store.places import LocalPlace
 
 ROOT = Path(rolltape.__file__).parents[1]
 RECORD = (sys.executable, "-m", "rolltape", "record")
@@ -424,14 +426,13 @@ def test_a_second_sigterm_does_not_cut_sealing_short(job: Jobs) -> None:
     with job.start("--", job.script(BLOCKS_SEALING)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "made\n"
-        with open(fifo, "wb") as writer:  # returns once sealing has opened the other end
-            process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGINT)
-            process.send_signal(signal.SIGTERM)
-            # more than a pipe holds: returns once the second look at the shard is reading it
-            keep = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-            writer.write(b"x" * (1 << 20))
-        os.close(keep)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while children.read_text().strip():  # until the command has ended and sealing begins
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        open(fifo, "wb").close()  # lets sealing go on
         process.communicate(timeout=30)
     assert process.returncode == 5
     assert job.seal()["recovered"][0]["reason"] == "no Arrow magic at the start"
@@ -516,7 +517,7 @@ def test_a_closing_row_counts_wherever_its_shard_stands(job: Jobs) -> None:
     with store.TapeWriter(job.tape) as writer:
         for finish in ("open", "stop", "open"):
             writer.append("sequences", {**key, "finish": finish})
-    assert summarize(job.tape).sequences == {"stop": 1}
+    assert summarize(LocalPlace(job.tape), job.tape / "procs").sequences == {"stop": 1}
 
 
 def test_an_empty_recording_says_why(job: Jobs) -> None:
@@ -645,7 +646,7 @@ def test_overwrite_refuses_a_tape_with_foreign_files(job: Jobs) -> None:
     store.create_tape(job.tape, role="rollout")
     (job.tape / "notes.txt").write_text("x")
     with pytest.raises(store.TapeExistsError, match=r"notes\.txt is not part of a tape"):
-        prepare_output(job.tape, overwrite=True)
+        prepare_output(LocalPlace(job.tape), overwrite=True)
     assert (job.tape / "tape.json").exists()
 
 
@@ -655,8 +656,8 @@ def test_overwrite_refuses_a_tape_that_is_being_recorded(job: Jobs) -> None:
         writer.append("events", {"writer": writer.id, "t_ns": 1, "kind": "notice"})
         writer.flush()
         with pytest.raises(store.TapeExistsError, match="is being recorded"):
-            prepare_output(job.tape, overwrite=True)
-    prepare_output(job.tape, overwrite=True)
+            prepare_output(LocalPlace(job.tape), overwrite=True)
+    prepare_output(LocalPlace(job.tape), overwrite=True)
     assert not job.tape.exists()
 
 
@@ -712,6 +713,8 @@ def test_print_env_shows_the_variables_and_starts_nothing(invoke: Any, tmp_path:
         "ROLLTAPE_QUEUE_MB": "256",
         "ROLLTAPE_FSYNC": "0",
         "ROLLTAPE_STRICT": "0",
+        "ROLLTAPE_TOP_LOGPROBS": "0",
+        "ROLLTAPE_MAX_BYTES": "0",
         "ROLLTAPE_PACKAGE": str(rolltape.__file__),
     }
 
@@ -724,6 +727,8 @@ def test_options_become_variables(invoke: Any) -> None:
     assert found == {
         "ROLLTAPE_LEVEL": "layers",
         "ROLLTAPE_LAYERS": "3",
+        "ROLLTAPE_TOP_LOGPROBS": "0",
+        "ROLLTAPE_MAX_BYTES": "0",
         "ROLLTAPE_ON_FULL": "block",
         "ROLLTAPE_QUEUE_MB": "8",
         "ROLLTAPE_FSYNC": "1",
@@ -754,7 +759,7 @@ def test_the_command_line_outranks_the_environment(
         (["-o", "t", "--level", "layers", "true"], "needs --layers N"),
         (["--append", "true"], "--append needs -o"),
         (["-o", "t", "--append", "--overwrite", "true"], "exclude each other"),
-        (["-o", "s3://bucket/t", "true"], "local folder"),
+        (["-o", "nosuch://bucket/t", "true"], "nosuch://"),
         (["-q", "-v", "true"], "exclude each other"),
         (["--env", "--", "true"], "takes no command"),
     ],

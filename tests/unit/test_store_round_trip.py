@@ -94,7 +94,7 @@ def test_routes_keep_ids_order_weights_and_gaps(
             "k": k,
             "num_experts": experts,
             "encoding": "plain",
-            "ids": [codecs.ROUTE_CODECS["plain"].encode(ids, experts)],
+            "ids": [codecs.encode_plain(ids, experts)],
             "weights": [codecs.encode_floats(weights)],
             "valid": [codecs.encode_bits(valid)],
             "missing": f'[[{n}, 1, null, "last"]]',
@@ -276,7 +276,7 @@ def test_expert_counts_that_no_dtype_holds_are_refused(experts: int) -> None:
 @pytest.mark.parametrize("bad", [-1, 8])
 def test_ids_out_of_range_are_refused_on_write(bad: int) -> None:
     with pytest.raises(SchemaError, match="validity bitmap"):
-        codecs.ROUTE_CODECS["plain"].encode(np.full((1, 1, 1), bad), 8)
+        codecs.encode_plain(np.full((1, 1, 1), bad), 8)
 
 
 def test_ids_and_keys_read_back() -> None:

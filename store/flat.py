@@ -1,0 +1,120 @@
+"""A tape as one table with a row a sequence: what `duckdb.sql("from tape")` sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from rolltape.store.columns import list_column
+from rolltape.store.errors import UsageError
+from rolltape.store.keys import Key
+from rolltape.store.scan import Rows
+from rolltape.store.schema import TAPE_TABLES
+
+if TYPE_CHECKING:
+    from rolltape.store.sequences import Tape
+
+_F32S = pa.list_(pa.field("item", pa.float32()))
+_DERIVED = TAPE_TABLES["rollups"]
+_LISTS = pa.schema(
+    [
+        pa.field("ids", pa.list_(pa.uint32()), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
+        pa.field("processed", _F32S, nullable=False),
+        pa.field("scaled", _F32S, nullable=False),
+        pa.field("raw", _F32S, nullable=False),
+    ]
+)
+
+#: The id, the facts of the roll-ups, then the joined columns, each over all positions.
+SCHEMA = pa.schema([pa.field("id", pa.string(), nullable=False), *_DERIVED, *_LISTS])
+
+# rows a batch, so that a batch of long sequences stays some megabytes
+_BATCH_TOKENS = 1 << 18
+
+
+class _Batches:
+    """Batches of the flat table of one tape; picklable as the tape is."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+
+    def __call__(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        facts = self._tape.rollups()
+        keys = self._tape.keys()
+        schema = pa.schema([SCHEMA.field(name) for name in columns])
+        start = tokens = 0
+        for i, length in enumerate(facts.column("length").to_pylist()):
+            tokens += length
+            if tokens >= _BATCH_TOKENS or i == len(keys) - 1:
+                yield self._batch(schema, facts.slice(start, i + 1 - start), keys[start : i + 1])
+                start, tokens = i + 1, 0
+
+    def _batch(self, schema: pa.Schema, facts: pa.Table, keys: Sequence[Key]) -> pa.RecordBatch:
+        arrays: dict[str, Any] = {}
+        lists = [name for name in schema.names if name in _LISTS.names]
+        cells: dict[str, list[Any]] = {name: [] for name in lists}
+        for key in keys if lists else ():
+            sequence = self._tape.sequence(key)
+            for name in lists:
+                cells[name].append(
+                    sequence.tokens
+                    if name == "ids"
+                    else sequence.loss_mask
+                    if name == "loss_mask"
+                    else sequence.logprob(name)
+                )
+        for name in schema.names:
+            if name in lists:
+                arrays[name] = list_column(cells[name], _LISTS.field(name).type, field=name)
+            elif name == "id":
+                arrays[name] = pa.array([key.id for key in keys], pa.string())
+            else:
+                arrays[name] = facts.column(name).combine_chunks()
+        return pa.RecordBatch.from_arrays([arrays[n] for n in schema.names], schema=schema)
+
+
+def flat_rows(tape: Tape, columns: Iterable[str] | None = None) -> Rows:
+    """The flat table of a tape.
+
+    Args:
+        tape: any tape.
+        columns: only these.
+
+    Raises:
+        UsageError: a column that is not there.
+    """
+    rows = Rows(SCHEMA, _Batches(tape), count=_Count(tape), name=str(tape.place))
+    return rows if columns is None else rows.select(columns)
+
+
+class _Count:
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+
+    def __call__(self) -> int:
+        return len(self._tape)
+
+
+class _TableBatches:
+    """Batches of a stored table; picklable as the tape is."""
+
+    def __init__(self, tape: Tape, table: str) -> None:
+        self._tape, self._table = tape, table
+
+    def __call__(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        for _, _, batch in self._tape.batches(self._table, columns):
+            yield batch
+
+
+def table_rows(tape: Tape, table: str) -> Rows:
+    """A stored table of a tape.
+
+    Raises:
+        UsageError: there is no such table in the format.
+    """
+    if table not in TAPE_TABLES:
+        raise UsageError(f"no table {table!r}", hint=" | ".join(TAPE_TABLES))
+    return Rows(TAPE_TABLES[table], _TableBatches(tape, table), name=f"{tape.place}/{table}")

@@ -1,0 +1,298 @@
+"""Where a tape lies: a local folder, or a prefix in an object store. One small interface.
+
+Names are relative, with slashes: `tape.json`, `tokens/<shard>`. A file is put whole or not at
+all, and no name is ever used for two contents, so that readers need no locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import pyarrow as pa
+from pyarrow import fs
+
+from rolltape.store.errors import StorageError, UsageError
+
+
+class Place(Protocol):
+    """A folder of files. `str()` of it is what people typed."""
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+
+    def folders(self) -> list[str]:
+        """Names of the folders directly in it, sorted."""
+
+    def nbytes(self) -> int:
+        """Bytes of all files in it and in the folders directly in it."""
+
+    def files(self, folder: str = "") -> dict[str, int]:
+        """Sizes in bytes of the files directly in a folder, by file name; empty if it is absent."""
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a file of that name."""
+
+    def read(self, name: str) -> bytes:
+        """A whole file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            StorageError: it cannot be read.
+        """
+
+    def open(self, name: str) -> pa.NativeFile:
+        """A file for random access; memory-mapped where that is possible.
+
+        Raises:
+            FileNotFoundError: there is none.
+            StorageError: it cannot be read.
+        """
+
+    def put(self, name: str, data: bytes | pa.Buffer) -> None:
+        """Write a file so that it is there in full or not at all.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+
+    def remove(self, name: str) -> None:
+        """Remove a file; no error if it is gone."""
+
+
+class LocalPlace:
+    """A folder of this machine.
+
+    Args:
+        path: the folder; need not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.path.name
+
+    def nbytes(self) -> int:
+        """See `Place`."""
+        return _nbytes(self)
+
+    def folders(self) -> list[str]:
+        """See `Place`."""
+        try:
+            return sorted(p.name for p in self.path.iterdir() if p.is_dir())
+        except FileNotFoundError:
+            return []
+
+    def files(self, folder: str = "") -> dict[str, int]:
+        """See `Place`."""
+        found = {}
+        # a shard may get its final name between the listing and the look at its size
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for entry in os.scandir(self.path / folder):
+                with contextlib.suppress(FileNotFoundError):
+                    if not entry.is_dir():
+                        found[entry.name] = entry.stat().st_size
+        return found
+
+    def exists(self, name: str) -> bool:
+        """See `Place`."""
+        return (self.path / name).is_file()
+
+    def read(self, name: str) -> bytes:
+        """See `Place`."""
+        with _local_errors(self.path / name):
+            return (self.path / name).read_bytes()
+
+    def open(self, name: str) -> pa.NativeFile:
+        """See `Place`."""
+        path = self.path / name
+        with _local_errors(path):
+            # an empty file cannot be mapped
+            return pa.memory_map(str(path)) if path.stat().st_size else pa.BufferReader(b"")
+
+    def put(self, name: str, data: bytes | pa.Buffer) -> None:
+        """See `Place`."""
+        path = self.path / name
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                temporary.write_bytes(data)
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(f"{path}: {error.strerror or error}") from error
+
+    def remove(self, name: str) -> None:
+        """See `Place`."""
+        (self.path / name).unlink(missing_ok=True)
+
+
+class ObjectPlace:
+    """A prefix in an object store, over any `pyarrow.fs` file system.
+
+    Args:
+        filesystem: the store.
+        base: bucket and prefix, without a slash at the end.
+        uri: what people typed.
+    """
+
+    def __init__(self, filesystem: fs.FileSystem, base: str, uri: str) -> None:
+        self.filesystem = filesystem
+        self.base = base.rstrip("/")
+        self.uri = uri
+
+    def __str__(self) -> str:
+        return self.uri
+
+    @property
+    def name(self) -> str:
+        """Last part of the prefix."""
+        return self.base.rpartition("/")[2]
+
+    def nbytes(self) -> int:
+        """See `Place`."""
+        return _nbytes(self)
+
+    def folders(self) -> list[str]:
+        """See `Place`."""
+        return sorted(i.base_name for i in self._infos("") if i.type == fs.FileType.Directory)
+
+    def files(self, folder: str = "") -> dict[str, int]:
+        """See `Place`."""
+        return {i.base_name: i.size for i in self._infos(folder) if i.type == fs.FileType.File}
+
+    def _infos(self, folder: str) -> list[Any]:
+        where = f"{self.base}/{folder}".rstrip("/")
+        with _remote_errors(f"{self.uri}/{folder}"):
+            infos: list[Any] = self.filesystem.get_file_info(
+                fs.FileSelector(where, allow_not_found=True)
+            )
+        return infos
+
+    def exists(self, name: str) -> bool:
+        """See `Place`."""
+        with _remote_errors(f"{self.uri}/{name}"):
+            info = self.filesystem.get_file_info(f"{self.base}/{name}")
+        return bool(info.type == fs.FileType.File)
+
+    def read(self, name: str) -> bytes:
+        """See `Place`."""
+        with (
+            _remote_errors(f"{self.uri}/{name}"),
+            self.filesystem.open_input_file(f"{self.base}/{name}") as file,
+        ):
+            data: bytes = file.read()
+        return data
+
+    def open(self, name: str) -> pa.NativeFile:
+        """See `Place`."""
+        with _remote_errors(f"{self.uri}/{name}"):
+            return self.filesystem.open_input_file(f"{self.base}/{name}")
+
+    def put(self, name: str, data: bytes | pa.Buffer) -> None:
+        """See `Place`; an object appears when its upload is complete."""
+        with _remote_errors(f"{self.uri}/{name}"):
+            try:
+                self._put(name, data)
+            except FileNotFoundError:
+                # a file system with real folders behind the interface
+                self.filesystem.create_dir(f"{self.base}/{name}".rpartition("/")[0])
+                self._put(name, data)
+
+    def _put(self, name: str, data: bytes | pa.Buffer) -> None:
+        with self.filesystem.open_output_stream(f"{self.base}/{name}") as file:
+            file.write(data)
+
+    def remove(self, name: str) -> None:
+        """See `Place`."""
+        with _remote_errors(f"{self.uri}/{name}"), contextlib.suppress(FileNotFoundError):
+            self.filesystem.delete_file(f"{self.base}/{name}")
+
+
+def _nbytes(place: Place) -> int:
+    return sum(sum(place.files(folder).values()) for folder in ["", *place.folders()])
+
+
+def place_of(
+    uri: str | os.PathLike[str] | LocalPlace | ObjectPlace,
+    storage_options: Mapping[str, Any] | None = None,
+) -> LocalPlace | ObjectPlace:
+    """The place that a path or URL names.
+
+    Args:
+        uri: a local path, a URL that pyarrow knows (`s3://bucket/prefix`, `gs://`, with options
+            as its query: `?endpoint_override=...&scheme=http`), or one that fsspec knows.
+        storage_options: keyword arguments of the file system: of `pyarrow.fs.S3FileSystem` for
+            s3 (`endpoint_override`, `region`, `access_key`, ...), else of the fsspec one.
+
+    Raises:
+        UsageError: nothing here knows such URLs, or the options do not fit.
+    """
+    if isinstance(uri, LocalPlace | ObjectPlace):
+        return uri
+    text = os.fspath(uri)
+    options = dict(storage_options or {})
+    if "://" not in text:
+        if options:
+            raise UsageError(f"{text}: storage options are for URLs, this is a local path")
+        return LocalPlace(Path(text))
+    if text.startswith("file://") and not options:
+        return LocalPlace(Path(urlsplit(text).path))
+    shown = text.partition("?")[0].rstrip("/")  # the query may hold keys
+    filesystem, base = _filesystem(text, options)
+    return ObjectPlace(filesystem, base, shown)
+
+
+def _filesystem(uri: str, options: dict[str, Any]) -> tuple[fs.FileSystem, str]:
+    scheme = uri.partition("://")[0]
+    try:
+        if scheme == "s3" and options:
+            known = {"background_writes": False, **options}
+            return fs.S3FileSystem(**known), uri.partition("://")[2].partition("?")[0]
+        if scheme in ("s3", "gs", "gcs", "hdfs", "abfs", "abfss") and not options:
+            filesystem, path = fs.FileSystem.from_uri(uri)
+            return filesystem, path
+        import fsspec
+    except ImportError as error:
+        raise UsageError(f"{scheme}:// needs fsspec", hint="pip install fsspec") from error
+    except (pa.ArrowInvalid, OSError, TypeError, ValueError) as error:
+        raise UsageError(f"{scheme}://: {str(error).splitlines()[0]}") from error
+    try:
+        filesystem, path = fsspec.core.url_to_fs(uri, **options)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise UsageError(f"{scheme}://: {str(error).splitlines()[0]}") from error
+    return fs.PyFileSystem(fs.FSSpecHandler(filesystem)), path
+
+
+@contextlib.contextmanager
+def _local_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _remote_errors(where: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (OSError, pa.ArrowException) as error:
+        raise StorageError(f"{where}: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,371 @@
+"""Reading shards batch by batch: what is asked for is read and checked, and nothing else.
+
+`SealedShard` opens by the footer, `LiveShard` walks the messages of a file that has none yet. Both
+hand out record batches in the schema that this version knows. `ShardPool` keeps a bounded number
+of files and batches.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pyarrow as pa
+import xxhash
+
+from rolltape.store import messages
+from rolltape.store.errors import DamagedShardError, StorageError
+from rolltape.store.places import LocalPlace, Place
+from rolltape.store.shards import (
+    CHECKSUM,
+    COLUMNS,
+    LIVE,
+    MAGIC,
+    SEALED,
+    checksum,
+    column_checksums,
+    shard_names,
+)
+
+# what Arrow raises on bytes that are not what it wrote
+_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, UnicodeDecodeError)
+_TAIL = 1 << 16
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """What a seal says of a shard.
+
+    Args:
+        size: bytes of the file.
+        batches: record batches in it; None in seals of format 1.0.
+    """
+
+    size: int
+    batches: int | None
+
+
+class Shard:
+    """A shard that is open for reading; `SealedShard` or `LiveShard`.
+
+    Args:
+        place: the tape.
+        table: name of the table.
+        file: name of the file.
+
+    Attributes:
+        name: what messages call it.
+        batches: number of record batches.
+        nbytes: size of the file.
+    """
+
+    batches: int
+    nbytes: int
+    schema: pa.Schema
+
+    def __init__(self, place: Place, table: str, file: str) -> None:
+        self.place, self.table, self.file = place, table, file
+        self.name = f"{place}/{table}/{file}"
+
+    def read(self, number: int, schema: pa.Schema) -> pa.RecordBatch:
+        """One batch in a schema: some or all columns of the table.
+
+        Columns that the file does not have are null.
+
+        Raises:
+            DamagedShardError: the bytes are not what was written.
+        """
+        wanted = tuple(i for i, name in enumerate(self.schema.names) if name in schema.names)
+        try:
+            batch = self._read(number, wanted)
+            batch.validate(full=True)
+        except (DamagedShardError, *_UNREADABLE) as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DamagedShardError(
+                f"{self.name}: batch {number}: {text}",
+                hint="`rolltape fsck` says what is intact; restore the file from a copy",
+            ) from error
+        return _conform(batch, schema, self.name)
+
+    def _read(self, number: int, wanted: tuple[int, ...]) -> pa.RecordBatch:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+class SealedShard(Shard):
+    """A finished shard.
+
+    Args:
+        place: the tape.
+        table: name of the table.
+        file: name of the file.
+        sealed: what the seal says of it.
+        whole: check the whole file against the hash in its name now; else every batch is checked
+            by itself when it is read. None: unless the seal knows the number of batches.
+
+    Raises:
+        DamagedShardError: the bytes are not what was written.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        table: str,
+        file: str,
+        *,
+        sealed: Sealed | None = None,
+        whole: bool | None = None,
+    ) -> None:
+        super().__init__(place, table, file)
+        if whole is None:
+            whole = sealed is None or sealed.batches is None
+        try:
+            self._source = place.open(f"{table}/{file}")
+            self.nbytes = self._source.size()
+            if whole:
+                check_hash(self.name, file, self._source)
+            size = min(self.nbytes, _TAIL)
+            tail = bytes(self._source.read_at(size, self.nbytes - size))
+            need = messages.footer_length(tail)
+            if need > size:
+                need = min(need, self.nbytes)
+                tail = bytes(self._source.read_at(need, self.nbytes - need))
+            self._blocks = messages.blocks(memoryview(tail), self.nbytes)
+            self._readers: dict[tuple[int, ...] | None, Any] = {
+                None: pa.ipc.open_file(self._source)
+            }
+            self.schema = self._readers[None].schema
+        except DamagedShardError as error:
+            raise self._damaged(str(error)) from error
+        except StorageError:
+            raise
+        except _UNREADABLE as error:
+            raise self._damaged(f"not an Arrow IPC file: {error}") from error
+        self.batches = len(self._blocks)
+        if sealed is not None and sealed.batches not in (None, self.batches):
+            raise self._damaged(f"{self.batches} batches, the seal says {sealed.batches}")
+
+    def _damaged(self, text: str) -> DamagedShardError:
+        if text.startswith(self.name):
+            return DamagedShardError(text)
+        return DamagedShardError(f"{self.name}: {text.splitlines()[0]}")
+
+    def _read(self, number: int, wanted: tuple[int, ...]) -> pa.RecordBatch:
+        block = self._blocks[number]
+        messages.check_claims(memoryview(self._source.read_at(block.size, block.offset)))
+        chosen = wanted if len(wanted) < len(self.schema) else None
+        batch, metadata = self._reader(chosen).get_batch_with_custom_metadata(number)
+        stored = dict(metadata or {})
+        digests = stored.get(COLUMNS, b"").decode()
+        if not digests:  # format 1.0
+            whole = batch if chosen is None else self._reader(None).get_batch(number)
+            if checksum(whole) != stored.get(CHECKSUM, b"").decode():
+                raise DamagedShardError("its checksum differs")
+            return batch
+        _check_columns(batch, number, wanted, digests)
+        return batch
+
+    def _reader(self, wanted: tuple[int, ...] | None) -> Any:
+        if wanted not in self._readers:
+            options = pa.ipc.IpcReadOptions(included_fields=list(wanted or ()))
+            self._readers[wanted] = pa.ipc.open_file(self._source, options=options)
+        return self._readers[wanted]
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._readers.clear()
+        self._source.close()
+
+
+def _check_columns(
+    batch: pa.RecordBatch, number: int, wanted: tuple[int, ...], digests: str
+) -> None:
+    found = column_checksums(batch, number)
+    for name, index, digest in zip(batch.schema.names, wanted, found, strict=True):
+        if digests[16 * index : 16 * index + 16] != digest:
+            raise DamagedShardError(f"the checksum of column {name} differs")
+
+
+def check_hash(name: str, file: str, source: pa.NativeFile) -> None:
+    """Compare a whole finished shard with the hash in its name.
+
+    Raises:
+        DamagedShardError: they differ.
+    """
+    match = SEALED.fullmatch(file)
+    if match is None:
+        raise DamagedShardError(f"{name}: not the name of a shard")
+    digest = xxhash.xxh3_128()
+    size, at = source.size(), 0
+    while at < size:
+        piece = source.read_at(min(size - at, 8 << 20), at)
+        digest.update(piece)
+        at += len(piece)
+    if digest.hexdigest() != match["hash"]:
+        raise DamagedShardError(
+            f"{name}: {size} bytes hash to {digest.hexdigest()}, the name says {match['hash']}",
+            hint="truncated or altered after it was written; restore it from a copy",
+        )
+
+
+class LiveShard(Shard):
+    """A shard that is still being written, or whose writer died, as far as it is intact now.
+
+    A torn tail is normal after a kill: `torn` is its size, `reason` what is wrong with it.
+    """
+
+    def __init__(self, place: Place, table: str, file: str) -> None:
+        super().__init__(place, table, file)
+        self._source = place.open(f"{table}/{file}")
+        self.nbytes = self._source.size()
+        self._blocks: list[messages.Block] = []
+        self.schema = pa.schema([])
+        self.torn, self.reason = 0, ""
+        self._walk()
+        self.batches = len(self._blocks)
+
+    def _walk(self) -> None:
+        data = memoryview(self._source.read_at(self.nbytes, 0))
+        if bytes(data[: len(MAGIC)]) != MAGIC:
+            self.torn, self.reason = self.nbytes, "no Arrow magic at the start"
+            return
+        at = len(MAGIC)
+        try:
+            size = messages.message_size(data[at:])
+            self.schema = pa.ipc.read_schema(pa.py_buffer(data[at : at + size]))
+            at += size
+            while at < self.nbytes:
+                size = messages.message_size(data[at:])
+                if not size:  # the writer died between the end of the stream and the rename
+                    break
+                block = messages.Block(at, size)
+                messages.check_claims(data[at : at + size])
+                number = len(self._blocks)
+                batch, metadata = self._decode(pa.py_buffer(data[at : at + size]))
+                if checksum(batch) != metadata.get(CHECKSUM, b"").decode():
+                    raise DamagedShardError("checksum of a batch differs")
+                if metadata.get(COLUMNS):
+                    wanted = tuple(range(len(self.schema)))
+                    _check_columns(batch, number, wanted, metadata[COLUMNS].decode())
+                self._blocks.append(block)
+                at += size
+        except (DamagedShardError, *_UNREADABLE) as error:
+            self.torn, self.reason = self.nbytes - at, str(error).splitlines()[0]
+
+    def _decode(self, message: pa.Buffer) -> tuple[pa.RecordBatch, dict[bytes, bytes]]:
+        # a stream of one batch: only a stream reader gives the custom metadata
+        stream = pa.BufferReader(self._prefix + message)
+        batch, metadata = pa.ipc.open_stream(stream).read_next_batch_with_custom_metadata()
+        return batch, dict(metadata or {})
+
+    @property
+    def _prefix(self) -> bytes:
+        return bytes(self.schema.serialize())
+
+    def _read(self, number: int, wanted: tuple[int, ...]) -> pa.RecordBatch:
+        block = self._blocks[number]
+        message = pa.ipc.read_message(self._source.read_at(block.size, block.offset))
+        return pa.ipc.read_record_batch(message, self.schema).select(list(wanted))
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._source.close()
+
+
+def open_shard(
+    place: Place, table: str, file: str, *, sealed: Sealed | None = None
+) -> SealedShard | LiveShard:
+    """A shard by the name of its file.
+
+    Raises:
+        DamagedShardError: the bytes are not what was written.
+        FileNotFoundError: it is gone: sealed, or removed.
+    """
+    if file.endswith(LIVE):
+        return LiveShard(place, table, file)
+    return SealedShard(place, table, file, sealed=sealed)
+
+
+def finished_name(files: Sequence[str], live: str) -> str | None:
+    """The finished shard that stands where a live one stood, if there is one."""
+    stem = live.removesuffix(LIVE) + "-"
+    return next((name for name in files if name.startswith(stem) and name.endswith(".arrow")), None)
+
+
+def shards_of(place: Place, table: str) -> list[str]:
+    """Files of a table in writing order per writer; a live one that is finished is left out."""
+    names = shard_names(place.files(table))
+    return [n for n in names if not (n.endswith(LIVE) and finished_name(names, n))]
+
+
+def _conform(batch: pa.RecordBatch, schema: pa.Schema, name: str) -> pa.RecordBatch:
+    if batch.schema.equals(schema):
+        return batch.replace_schema_metadata(None)
+    columns = []
+    for field in schema:
+        index = batch.schema.get_field_index(field.name)
+        if index >= 0:
+            try:
+                columns.append(batch.column(index).cast(field.type))
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+                raise DamagedShardError(f"{name}: column {field.name}: {error}") from error
+            if columns[-1].null_count and not field.nullable:
+                raise DamagedShardError(f"{name}: column {field.name} has nulls")
+        elif field.nullable:
+            columns.append(pa.nulls(batch.num_rows, field.type))
+        else:
+            raise DamagedShardError(f"{name}: column {field.name} is missing")
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+class Cache(Generic[T]):
+    """Least recently used values up to a number of bytes; the newest always stays."""
+
+    def __init__(self, limit: int, drop: Callable[[T], None] | None = None) -> None:
+        self._limit = limit
+        self._drop = drop
+        self._size = 0
+        self._items: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], tuple[T, int]]) -> T:
+        """The value of a key; `make` gives it and its size in bytes if it is not there."""
+        if key in self._items:
+            self._items.move_to_end(key)
+            return self._items[key][0]
+        value, size = make()
+        self._items[key] = value, size
+        self._size += size
+        while self._size > self._limit and len(self._items) > 1:
+            _, (old, old_size) = self._items.popitem(last=False)
+            self._size -= old_size
+            if self._drop is not None:
+                self._drop(old)
+        return value
+
+    def clear(self) -> None:
+        """Forget everything."""
+        while self._items:
+            _, (old, _) = self._items.popitem(last=False)
+            if self._drop is not None:
+                self._drop(old)
+        self._size = 0
+
+
+def read_sealed(path: Path) -> list[pa.RecordBatch]:
+    """All batches of a finished local shard, after checking the file against its name.
+
+    Raises:
+        DamagedShardError: the bytes are not what was written.
+    """
+    shard = SealedShard(LocalPlace(path.parent.parent), path.parent.name, path.name)
+    try:
+        return [shard.read(i, shard.schema) for i in range(shard.batches)]
+    finally:
+        shard.close()

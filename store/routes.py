@@ -1,0 +1,167 @@
+"""Routes of one sequence, joined from the fragments that were recorded or packed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rolltape.store import codecs
+from rolltape.store.errors import SchemaError, UsageError
+from rolltape.store.packed import PackedBlock
+from rolltape.store.planes import decode_split
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Expert choices of one sequence. Row p was chosen when token p was the input.
+
+    Of a window the first row is that of its first position.
+
+    Args:
+        layers: model layer number of each column; only MoE layers.
+        num_experts: experts a layer.
+        ids: uint8 or uint16 [T, layers, k], slot order kept; see `valid`.
+        valid: bool [T, layers]; false where nothing was recorded.
+        weights: float32 [T, layers, k] combine weights, or None; see `weighted`.
+        weighted: bool [T, layers]; where weights were recorded. A NaN there is a recorded NaN.
+        margin: float32 [T, layers], k-th minus (k+1)-th choice score, NaN where there is none;
+            or None.
+        missing: (start, n, layer or None, reason) of the ranges without a route.
+        order: false if the rows are sets: sorted, the engine's slot order was not kept.
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    ids: np.ndarray
+    valid: np.ndarray
+    weights: np.ndarray | None
+    weighted: np.ndarray
+    margin: np.ndarray | None
+    missing: tuple[tuple[int, int, int | None, str], ...]
+    order: bool = True
+
+
+#: Gives the block of a packed fragment: (row of `routes`, columns of layers or None for all).
+Unpack = Callable[[Mapping[str, Any], "tuple[int, ...] | None"], PackedBlock]
+
+
+def join_routes(
+    rows: Sequence[Mapping[str, Any]],
+    span: tuple[int, int],
+    name: str,
+    *,
+    length: int,
+    unpack: Unpack,
+    layers: Sequence[int] | None = None,
+) -> Routes:
+    """Routes over the positions of a span.
+
+    Args:
+        rows: rows of `routes` of one sequence and role, in written order.
+        span: first position, and one behind the last.
+        name: of the sequence, for messages.
+        length: tokens of the whole sequence.
+        unpack: decodes the block of a packed fragment.
+        layers: model layer numbers wanted; None is all that were recorded.
+
+    Raises:
+        SchemaError: fragments that do not belong together or do not fit.
+        UsageError: a layer that was not recorded.
+    """
+    recorded = tuple(int(x) for x in rows[0]["layers"])
+    k, experts = rows[0]["k"], rows[0]["num_experts"]
+    columns = None if layers is None else _columns(recorded, layers, name)
+    chosen = recorded if columns is None else tuple(recorded[c] for c in columns)
+    begin, end = span
+    shape = (end - begin, len(chosen), k)
+    ids = np.zeros(shape, codecs.route_dtype(experts))
+    valid = np.zeros(shape[:2], bool)
+    weighted = np.zeros(shape[:2], bool)
+    weights = margin = None
+    missing: list[tuple[int, int, int | None, str]] = []
+    order = True
+    for row in rows:
+        start, n = row["start"], row["n"]
+        where = f"routes of {name} at {start}"
+        if (tuple(row["layers"]), row["k"], row["num_experts"]) != (recorded, k, experts):
+            raise SchemaError(f"{where}: layers, k or num_experts differ from the first fragment")
+        if start < 0 or n < 0 or start + n > length:
+            raise SchemaError(f"{where}: {n} rows in a sequence of {length} tokens")
+        block, mask, ordered = _decode(row, columns, unpack, where)
+        order &= ordered
+        for entry in json.loads(row["missing"]) if row["missing"] else []:
+            missing.append((int(entry[0]), int(entry[1]), entry[2], str(entry[3])))
+        if row["weights"] is not None and weights is None:
+            weights = np.full(shape, np.nan, np.float32)
+        if row["margin"] is not None and margin is None:
+            margin = np.full(shape[:2], np.nan, np.float32)
+        low, high = max(start, begin), min(start + n, end)
+        if low >= high:
+            continue
+        inner, outer = slice(low - start, high - start), slice(low - begin, high - begin)
+        fresh = mask[inner] & ~valid[outer]
+        _put(ids[outer], block[inner], fresh)
+        valid[outer] |= fresh
+        wide = (n, len(recorded))
+        if row["weights"] is not None and weights is not None:
+            got = _floats(row, "weights", (*wide, k), columns, where)
+            _put(weights[outer], got[inner], fresh)
+            weighted[outer] |= fresh
+        if row["margin"] is not None and margin is not None:
+            _put(margin[outer], _floats(row, "margin", wide, columns, where)[inner], fresh)
+    return Routes(chosen, experts, ids, valid, weights, weighted, margin, tuple(missing), order)
+
+
+def _columns(recorded: tuple[int, ...], layers: Sequence[int], name: str) -> tuple[int, ...]:
+    at = {layer: i for i, layer in enumerate(recorded)}
+    unknown = [layer for layer in layers if layer not in at]
+    if unknown:
+        known = f"{recorded[0]} to {recorded[-1]}" if recorded else "none"
+        raise UsageError(f"{name} has no routes of layer {unknown[0]}", hint=f"it has {known}")
+    return tuple(at[layer] for layer in layers)
+
+
+def _put(out: np.ndarray, values: np.ndarray, fresh: np.ndarray) -> None:
+    if fresh.all():  # the usual case, and many times faster
+        out[...] = values
+    else:
+        out[fresh] = values[fresh]
+
+
+def _decode(
+    row: Mapping[str, Any], columns: tuple[int, ...] | None, unpack: Unpack, where: str
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Ids [n, layers, k] of a fragment, where they are valid, and whether slots are in order."""
+    n, width, k, experts = row["n"], len(row["layers"]), row["k"], row["num_experts"]
+    if row["encoding"] == "plain":
+        if row["ids"] is None:
+            raise SchemaError(f"{where}: no ids")
+        ids = codecs.decode_plain(row["ids"], n, width, k, experts, columns)
+        valid = codecs.decode_bits(row["valid"], (n, width), field=where)
+        return ids, valid if columns is None else valid[:, list(columns)], True
+    if row["encoding"] != "packed":
+        raise SchemaError(f"{where}: unknown encoding {row['encoding']!r}", hint="upgrade rolltape")
+    block = unpack(row, columns)
+    at = row["at"]
+    got = (block.ids.shape[1:], block.num_experts)
+    if got != ((width if columns is None else len(columns), k), experts):
+        raise SchemaError(f"{where}: its block has another shape")
+    if at is None or at < 0 or at + n > len(block.ids):
+        raise SchemaError(f"{where}: its block has {len(block.ids)} rows, it begins at {at}")
+    return block.ids[at : at + n], block.valid[at : at + n], block.order
+
+
+def _floats(
+    row: Mapping[str, Any],
+    field: str,
+    shape: tuple[int, ...],
+    columns: tuple[int, ...] | None,
+    where: str,
+) -> np.ndarray:
+    decode = decode_split if row["encoding"] == "packed" else codecs.decode_floats
+    values = decode(row[field], shape, field=f"{field} of {where}")
+    return values if columns is None else values[:, list(columns)]
