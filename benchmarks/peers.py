@@ -1,13 +1,13 @@
 """One rollout, as a tape and in the formats that people keep such data in otherwise.
 
 Not a benchmark: what `store.py` and `big_tape.py` share. Every peer holds the same columns and
-nothing else: token ids, loss mask, raw and processed logprobs, and routes with slot order. Each is
-written in the layout and at the level that gave the smallest files of those that were tried, and
-what it gives back is compared bit for bit.
+nothing else: token ids, loss mask, raw and processed logprobs, and routes with slot order. Each has the
+layout and level that gave the smallest files of those that were tried: a row a sequence, routes by
+layer. What it gives back is compared bit for bit.
 """
 
 import functools
-import itertools
+import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -235,10 +235,11 @@ def _scored(values: np.ndarray, prompt: int, start: int, end: int) -> list[Maske
 
 # -- peers --------------------------------------------------------------------------------
 
+Arrays = dict[str, np.ndarray]
 #: Writes into an empty folder.
 Write = Callable[[Rollout, Path], None]
 #: Reads the arrays of all sequences; the rollout gives shapes only.
-Read = Callable[[Path, Rollout], dict[str, np.ndarray]]
+Read = Callable[[Path, Rollout], Arrays]
 
 
 @dataclass(frozen=True)
@@ -250,48 +251,203 @@ class Peer:
     read: Read
 
 
-def planes(routes: np.ndarray) -> np.ndarray:
-    """Routes [..., T, layers, k] as [..., k, layers, T]: each slot of a layer is one run."""
-    return np.ascontiguousarray(np.swapaxes(routes, -1, -3))
+def by_layer(routes: np.ndarray) -> np.ndarray:
+    """Routes [n, T, layers, k] as [n, layers, T, k], or back: of all orders of the axes the one
+    that every general codec likes best."""
+    return np.ascontiguousarray(np.swapaxes(routes, 1, 2))
 
 
 def _write_npz(rollout: Rollout, folder: Path, *, dtype: type) -> None:
-    arrays = rollout.arrays()
-    arrays["routes"] = planes(rollout.routes).astype(dtype)
-    np.savez_compressed(folder / "rollout.npz", **arrays)  # type: ignore[arg-type]
+    arrays: dict[str, Any] = rollout.arrays()
+    arrays["routes"] = by_layer(rollout.routes).astype(dtype)
+    np.savez_compressed(folder / "rollout.npz", **arrays)
 
 
-def _read_npz(folder: Path, _: Rollout) -> dict[str, np.ndarray]:
+def _read_npz(folder: Path, _: Rollout) -> Arrays:
     with np.load(folder / "rollout.npz", allow_pickle=False) as file:
         found = {name: file[name] for name in COLUMNS}
-    found["routes"] = planes(found["routes"]).astype(np.uint8)
+    found["routes"] = by_layer(found["routes"]).astype(np.uint8)
     return found
 
 
-def sequence_table(rollout: Rollout) -> pa.Table:
-    """A row a sequence, list columns; each slot of a layer of the routes is one run."""
-    return pa.table(
-        {
-            name: _lists(planes(array) if name == "routes" else array)
-            for name, array in rollout.arrays().items()
-        }
-    )
+def _table(rollout: Rollout, routes: dict[str, np.ndarray]) -> pa.Table:
+    """A row a sequence: list columns, and routes [n, ...] as binary cells."""
+    columns = {name: _lists(a) for name, a in rollout.arrays().items() if name != "routes"}
+    columns |= {n: pa.array([x.tobytes() for x in a], pa.binary()) for n, a in routes.items()}
+    return pa.table(columns)
 
 
 def _lists(array: np.ndarray) -> pa.ListArray:
-    flat = np.ascontiguousarray(array).reshape(len(array), -1)
-    offsets = np.arange(len(flat) + 1, dtype=np.int32) * np.int32(flat.shape[1])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat.ravel()))
+    offsets = np.arange(len(array) + 1, dtype=np.int32) * np.int32(array.shape[1])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(array.ravel()))
 
 
-def _from_table(table: pa.Table, rollout: Rollout) -> dict[str, np.ndarray]:
+def _arrays(table: pa.Table, rollout: Rollout) -> Arrays:
+    """Arrays of a table from `_table`, routes in a column or in one a layer."""
     found = {}
     for name, like in rollout.arrays().items():
-        flat = table.column(name).combine_chunks().flatten()
-        values = flat.to_numpy(zero_copy_only=False)
-        if name == "routes":
-            rows, layers, k = rollout.shape
-            found[name] = planes(values.reshape(-1, k, layers, rows))
-        else:
-            found[name] = values.reshape(-1, *like.shape[1:])
+        if name != "routes":
+            flat = table.column(name).combine_chunks().flatten()
+            found[name] = flat.to_numpy(zero_copy_only=False).reshape(-1, *like.shape[1:])
+    rows, layers, k = rollout.shape
+    names = [name for name in table.column_names if name.startswith("routes")]
+    parts = [
+        np.frombuffer(b"".join(table.column(name).to_pylist()), np.uint8) for name in names
+    ]
+    shape = (table.num_rows, layers // len(names), rows, k)
+    found["routes"] = by_layer(np.concatenate([p.reshape(shape) for p in parts], axis=1))
     return found
+
+
+def _write_parquet(rollout: Rollout, folder: Path, *, level: int) -> None:
+    import pyarrow.parquet as pq
+
+    floats = ["raw.list.element", "processed.list.element"]
+    pq.write_table(
+        _table(rollout, {"routes": by_layer(rollout.routes)}),
+        folder / "rollout.parquet",
+        compression="zstd",
+        compression_level=level,
+        use_dictionary=["tokens.list.element"],
+        use_byte_stream_split=floats,
+    )
+
+
+def _read_parquet(folder: Path, rollout: Rollout) -> Arrays:
+    import pyarrow.parquet as pq
+
+    return _arrays(pq.read_table(folder / "rollout.parquet"), rollout)
+
+
+def _write_lance(rollout: Rollout, folder: Path) -> None:
+    import lance
+
+    layers = by_layer(rollout.routes)
+    routes = {f"routes{i:02}": layers[:, i] for i in range(layers.shape[1])}
+    table = _table(rollout, routes)
+    metadata = {"lance-encoding:compression": "zstd", "lance-encoding:compression-level": "19"}
+    schema = pa.schema([field.with_metadata(metadata) for field in table.schema])
+    lance.write_dataset(table.cast(schema), folder / "rollout", data_storage_version="2.1")
+
+
+def _read_lance(folder: Path, rollout: Rollout) -> Arrays:
+    import lance
+
+    return _arrays(lance.dataset(folder / "rollout").to_table(), rollout)
+
+
+def _write_hf(rollout: Rollout, folder: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    table = _table(rollout, {"routes": rollout.routes})
+    datasets.Dataset(datasets.table.InMemoryTable(table)).save_to_disk(folder / "rollout")
+
+
+def _read_hf(folder: Path, rollout: Rollout) -> Arrays:
+    import datasets
+
+    table = datasets.load_from_disk(folder / "rollout").with_format("arrow")[:]
+    found = _arrays(table, rollout)
+    found["routes"] = found["routes"].reshape(-1, *rollout.shape)
+    return found
+
+
+def _item(rollout: Rollout, i: int) -> Arrays:
+    row = rollout.row(i)
+    row["routes"] = by_layer(row["routes"][None])[0]
+    return row
+
+
+def _stacked(items: Iterable[Arrays]) -> Arrays:
+    rows = list(items)
+    found = {name: np.stack([row[name] for row in rows]) for name in COLUMNS}
+    found["routes"] = by_layer(found["routes"])
+    return found
+
+
+def _write_mds(rollout: Rollout, folder: Path) -> None:
+    import streaming
+
+    columns = {n: f"ndarray:{a.dtype.name}" for n, a in rollout.arrays().items()}
+    columns["loss_mask"] = "ndarray:uint8"  # it has no bool
+    out = str(folder / "rollout")
+    with streaming.MDSWriter(out=out, columns=columns, compression="zstd:19") as writer:
+        for i in range(len(rollout.tokens)):
+            item = _item(rollout, i)
+            writer.write({**item, "loss_mask": item["loss_mask"].astype(np.uint8)})
+
+
+def _read_mds(folder: Path, _: Rollout) -> Arrays:
+    import streaming
+
+    streaming.base.util.clean_stale_shared_memory()
+    dataset = streaming.StreamingDataset(local=str(folder / "rollout"), batch_size=1)
+    found = _stacked(dataset[i] for i in range(dataset.num_samples))
+    return found | {"loss_mask": found["loss_mask"].astype(bool)}
+
+
+def _write_litdata(rollout: Rollout, folder: Path) -> None:
+    import litdata
+
+    litdata.optimize(
+        fn=functools.partial(_item, rollout),
+        inputs=list(range(len(rollout.tokens))),
+        output_dir=str(folder / "rollout"),
+        chunk_bytes="64MB",
+        num_workers=1,
+        compression="zstd",
+        verbose=False,
+    )
+
+
+def _read_litdata(folder: Path, _: Rollout) -> Arrays:
+    import litdata
+
+    dataset = litdata.StreamingDataset(str(folder / "rollout"), shuffle=False)
+    return _stacked(dataset[i] for i in range(len(dataset)))
+
+
+PEERS = {
+    "npz int16": Peer("numpy", functools.partial(_write_npz, dtype=np.int16), _read_npz),
+    "npz uint8": Peer("numpy", functools.partial(_write_npz, dtype=np.uint8), _read_npz),
+    "parquet zstd-3": Peer("pyarrow", functools.partial(_write_parquet, level=3), _read_parquet),
+    "parquet zstd-19": Peer("pyarrow", functools.partial(_write_parquet, level=19), _read_parquet),
+    "lance zstd-19": Peer("lance", _write_lance, _read_lance),
+    "mosaicml mds zstd-19": Peer("streaming", _write_mds, _read_mds),
+    "hf datasets": Peer("datasets", _write_hf, _read_hf),
+    "litdata zstd": Peer("litdata", _write_litdata, _read_litdata),
+}
+
+
+def missing(peer: Peer) -> str | None:
+    """Why a peer cannot run here, or None."""
+    try:
+        importlib.import_module(peer.module)
+    except Exception as error:  # a module that is half there raises whatever it likes
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def size_of(path: Path) -> int:
+    """Bytes of all files in a folder, metadata and indices too."""
+    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+
+
+def check(name: str, found: Arrays, rollout: Rollout) -> None:
+    """Exit unless every array is what the rollout holds, bit for bit."""
+    for column, array in rollout.arrays().items():
+        got = found[column]
+        same = got.dtype == array.dtype and got.shape == array.shape
+        if not same or np.ascontiguousarray(got).tobytes() != array.tobytes():
+            raise SystemExit(f"{name}: {column} is not what was written")
+
+
+def measure(name: str, rollout: Rollout, folder: Path) -> int:
+    """Bytes of a peer that holds a rollout, after it was read back and compared."""
+    peer = PEERS[name]
+    folder.mkdir()
+    peer.write(rollout, folder)
+    size = size_of(folder)  # before reading: some keep a decompressed copy beside the file
+    check(name, peer.read(folder, rollout), rollout)
+    return size

@@ -7,7 +7,8 @@ and only when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,6 +59,23 @@ class Entries:
         return slice(int(first), int(last))
 
 
+@dataclass(frozen=True)
+class Grouping:
+    """The rows of a batch by sequence.
+
+    Args:
+        codes: int64 [m], codes of the sequences in it, each once.
+        of: int32 [rows], index into `codes`.
+    """
+
+    codes: np.ndarray
+    of: np.ndarray
+
+    def per_row(self) -> np.ndarray:
+        """int64 [rows], the code of each row."""
+        return self.codes[self.of]
+
+
 class Index:
     """The entries of a tape. `codes` numbers the sequences; it grows as tables are scanned.
 
@@ -69,6 +87,7 @@ class Index:
         self._folder = folder
         self._entries: dict[str, Entries] = {}
         self.codes: dict[Key, int] = {}
+        self._by_text: dict[str, int] = {}
         self._covered: set[tuple[str, str]] = set()
         self._stored: dict[str, pa.Table] = {}
         seal_index = (folder.seal or {}).get("index")
@@ -109,8 +128,8 @@ class Index:
     def entries(self, table: str) -> Entries:
         """The entries of a table, scanned now if the seal does not have them."""
         if table not in self._entries:
-            parts = [p for p in (self._from_seal(table), self._scan(table)) if p is not None]
-            self._entries[table] = _merged(parts)
+            parts = [self._from_seal(table), self._scan(table)]
+            self._entries[table] = _merged(self._folder.files(table), parts)
         return self._entries[table]
 
     def find(
@@ -168,28 +187,82 @@ class Index:
             *(columns[n][keep] for n in ("batch", "rows", "start", "end")),
         )
 
+    def walk(
+        self, table: str, columns: Iterable[str]
+    ) -> Iterator[tuple[pa.RecordBatch, Grouping]]:
+        """Every batch of a table with its rows by sequence; its entries are noted on the way.
+
+        Args:
+            table: one of `INDEXED`.
+            columns: wanted besides the key and the span.
+        """
+        files = self._folder.files(table)
+        names = [*KEY_COLUMNS]
+        names += ["start", "n"] if "start" in TAPE_TABLES[table].names else []
+        names += [name for name in columns if name not in names]
+        number = {name: i for i, name in enumerate(files)}
+        found = []
+        for file, batch_number, batch in self._folder.batches(table, names):
+            grouping = self.grouping(batch)
+            if (table, file) not in self._covered:
+                found.append(_entries_of(batch, grouping, number[file], batch_number))
+            yield batch, grouping
+        self._entries[table] = _merged(files, [self._from_seal(table), _stacked(files, found)])
+
+    def grouping(self, batch: pa.RecordBatch) -> Grouping:
+        """Rows of a batch by sequence. Sequences that are new get the next code."""
+        names = _names(batch)
+        texts = names.dictionary.to_pylist()
+        of = names.indices.to_numpy()
+        codes = np.array([self._by_text.get(text, -1) for text in texts], np.int64)
+        unknown = np.flatnonzero(codes < 0)
+        if len(unknown):
+            rows = np.unique(of, return_index=True)[1][unknown]
+            for i, key in zip(unknown.tolist(), _keys(batch, rows), strict=True):
+                codes[i] = self.codes.setdefault(key, len(self.codes))
+                self._by_text[texts[i]] = int(codes[i])
+        return Grouping(codes, of)
+
     def _scan(self, table: str) -> Entries | None:
         files = self._folder.files(table)
-        if all((table, file) in self._covered for file in files):
-            return None
-        number = {name: i for i, name in enumerate(files)}
-        columns = [*KEY_COLUMNS]
-        spans = "start" in TAPE_TABLES[table].names
-        columns += ["start", "n"] if spans else []
-        found: list[np.ndarray] = []
         skip = {file for file in files if (table, file) in self._covered}
-        for file, batch_number, batch in self._folder.batches(table, columns, skip=skip):
-            for key, rows in grouped(batch):
-                code = self.codes.setdefault(key, len(self.codes))
-                start = end = 0
-                if spans:
-                    starts = batch.column("start").to_numpy()[rows]
-                    start = int(starts.min())
-                    end = int((starts + batch.column("n").to_numpy()[rows]).max())
-                entry = (code, number[file], batch_number, len(rows), start, end)
-                found.append(np.array(entry, np.int32))
-        stacked = np.stack(found) if found else np.zeros((0, 6), np.int32)
-        return Entries(files, *stacked.T)
+        if len(skip) == len(files):
+            return None
+        columns = [*KEY_COLUMNS]
+        columns += ["start", "n"] if "start" in TAPE_TABLES[table].names else []
+        number = {name: i for i, name in enumerate(files)}
+        return _stacked(
+            files,
+            [
+                _entries_of(batch, self.grouping(batch), number[file], batch_number)
+                for file, batch_number, batch in self._folder.batches(table, columns, skip=skip)
+            ],
+        )
+
+
+def _entries_of(
+    batch: pa.RecordBatch, grouping: Grouping, file: int, batch_number: int
+) -> np.ndarray:
+    """int32 [m, 6]: the entries of one batch, in the order of `Entries`."""
+    m = len(grouping.codes)
+    out = np.zeros((m, 6), np.int32)
+    if not m:
+        return out
+    out[:, 0], out[:, 1], out[:, 2] = grouping.codes, file, batch_number
+    out[:, 3] = np.bincount(grouping.of, minlength=m)
+    if "start" in batch.schema.names:
+        order = np.argsort(grouping.of, kind="stable")
+        first = np.cumsum(out[:, 3]) - out[:, 3]
+        start = batch.column("start").to_numpy()[order].astype(np.int64)
+        end = start + batch.column("n").to_numpy()[order]
+        out[:, 4] = np.minimum.reduceat(start, first)
+        out[:, 5] = np.minimum(np.maximum.reduceat(end, first), np.iinfo(np.int32).max)
+    return out
+
+
+def _stacked(files: list[str], found: list[np.ndarray]) -> Entries:
+    columns = np.concatenate(found) if found else np.zeros((0, 6), np.int32)
+    return Entries(files, *columns.T)
 
 
 def _outside(offsets: pa.Table, shards: int, sequences: int) -> bool:
@@ -203,13 +276,14 @@ def _outside(offsets: pa.Table, shards: int, sequences: int) -> bool:
     )
 
 
-def _merged(parts: list[Entries]) -> Entries:
-    if not parts:
-        return Entries([], *(np.zeros(0, np.int32) for _ in range(6)))
+def _merged(files: list[str], parts: list[Entries | None]) -> Entries:
     names = ("code", "file", "batch", "rows", "start", "end")
-    columns = {n: np.concatenate([getattr(p, n) for p in parts]) for n in names}
+    known = [part for part in parts if part is not None]
+    if not known:
+        return Entries(files, *(np.zeros(0, np.int32) for _ in names))
+    columns = {n: np.concatenate([getattr(p, n) for p in known]) for n in names}
     order = np.lexsort((columns["batch"], columns["file"], columns["code"]))
-    return Entries(parts[0].files, **{n: c[order] for n, c in columns.items()})
+    return Entries(files, **{n: c[order] for n, c in columns.items()})
 
 
 def derived_table(folder: Folder, table: str) -> pa.Table:
@@ -236,15 +310,24 @@ def grouped(batch: pa.RecordBatch) -> Iterator[tuple[Key, np.ndarray]]:
     """(key, row numbers) of each sequence in a batch, in the order of first appearance."""
     if not batch.num_rows:
         return
-    text, *numbers = (batch.column(c) for c in ("request", "engine", "sample", "pass"))
-    parts = [numbers[0], text, *(n.cast(pa.string()) for n in numbers[1:])]
-    # a control character that no key of ours holds: requests may contain anything printable
-    coded = pc.binary_join_element_wise(*parts, "\x00").dictionary_encode()
-    codes = coded.indices.to_numpy()
-    order = np.argsort(codes, kind="stable")
-    bounds = np.searchsorted(codes[order], np.arange(len(coded.dictionary) + 1))
-    for i in range(len(coded.dictionary)):
-        rows = order[bounds[i] : bounds[i + 1]]
-        first = int(rows[0])
-        key = Key(*(batch.column(c)[first].as_py() for c in KEY_COLUMNS))
-        yield key, rows
+    of = _names(batch).indices.to_numpy()
+    order = np.argsort(of, kind="stable")
+    bounds = np.append(np.flatnonzero(np.diff(of[order], prepend=-1)), len(order))
+    for i, key in enumerate(_keys(batch, order[bounds[:-1]])):
+        yield key, order[bounds[i] : bounds[i + 1]]
+
+
+def _names(batch: pa.RecordBatch) -> pa.DictionaryArray:
+    """A text for the key of each row; two keys never have the same one."""
+    engine, request, sample, scoring = (batch.column(c) for c in KEY_COLUMNS)
+    # the length says where the engine ends, whatever characters a hostile tape puts into it
+    numbers = (c.cast(pa.string()) for c in (sample, scoring, pc.binary_length(engine)))
+    parts = [*numbers, pc.binary_join_element_wise(engine, request, "")]
+    return pc.binary_join_element_wise(*parts, " ").dictionary_encode()
+
+
+def _keys(batch: pa.RecordBatch, rows: np.ndarray) -> Iterator[Key]:
+    """Keys of some rows."""
+    where = pa.array(rows)
+    columns = (batch.column(c).take(where).to_pylist() for c in KEY_COLUMNS)
+    return itertools.starmap(Key, zip(*columns, strict=True))

@@ -15,6 +15,8 @@ from rolltape.store.errors import DamagedShardError
 #: Most that one batch may decompress to: this much, and so much per stored byte.
 MOST_BYTES = 256 << 20
 MOST_PER_BYTE = 1_000
+#: Most rows of one batch: also columns that a file does not have take memory, as nulls.
+MOST_ROWS = 1 << 22
 
 _CONTINUATION = b"\xff\xff\xff\xff"
 _RECORD_BATCH = 3  # MessageHeader
@@ -61,17 +63,38 @@ class _Table:
         at = self.field(number)
         return None if at is None else _Table(self.data, at + _unpack("<I", self.data, at))
 
+    def tables(self, number: int) -> list[_Table]:
+        """A vector of tables."""
+        at = self.field(number)
+        if at is None:
+            return []
+        at += _unpack("<I", self.data, at)
+        places = [at + 4 + 4 * i for i in range(self._count(at, 4))]
+        return [_Table(self.data, p + _unpack("<I", self.data, p)) for p in places]
+
+    def text(self, number: int) -> bytes:
+        """A string."""
+        at = self.field(number)
+        if at is None:
+            return b""
+        at += _unpack("<I", self.data, at)
+        return bytes(self.data[at + 4 : at + 4 + self._count(at, 1)])
+
+    def _count(self, at: int, size: int) -> int:
+        count = _unpack("<I", self.data, at)
+        if at + 4 + count * size > len(self.data):
+            raise DamagedShardError("a vector is longer than what holds it")
+        return count
+
     def structs(self, number: int, form: str) -> list[tuple[int, ...]]:
         """A vector of structs."""
         at = self.field(number)
         if at is None:
             return []
         at += _unpack("<I", self.data, at)
-        count = _unpack("<I", self.data, at)
         size = struct.calcsize(form)
-        if at + 4 + count * size > len(self.data):
-            raise DamagedShardError("a vector is longer than what holds it")
-        return list(struct.iter_unpack(form, self.data[at + 4 : at + 4 + count * size]))
+        end = at + 4 + self._count(at, size) * size
+        return list(struct.iter_unpack(form, self.data[at + 4 : end]))
 
 
 def _unpack(form: str, data: memoryview, at: int) -> int:
@@ -89,7 +112,8 @@ def blocks(data: memoryview, end: int) -> list[Block]:
         end: size of the file.
 
     Raises:
-        DamagedShardError: no footer, or one that points outside.
+        DamagedShardError: no footer, or one that points outside, twice to the same bytes, or to
+            dictionaries, which the format does not have.
     """
     if len(data) < 10 or bytes(data[-6:]) != b"ARROW1":
         raise DamagedShardError("no Arrow magic at the end")
@@ -97,10 +121,14 @@ def blocks(data: memoryview, end: int) -> list[Block]:
     if not 0 < length <= len(data) - 10:
         raise DamagedShardError("the footer does not fit the file")
     footer = _Table.root(data[len(data) - 10 - length : len(data) - 10])
+    if footer.structs(2, "<qiiq"):
+        raise DamagedShardError("it has dictionaries")
     found = []
+    at = 8
     for offset, metadata, _, body in footer.structs(3, "<qiiq"):
-        if offset < 8 or metadata < 8 or body < 0 or offset + metadata + body > end:
+        if offset < at or metadata < 8 or body < 0 or offset + metadata + body > end:
             raise DamagedShardError("the footer points outside the file")
+        at = offset + metadata + body
         found.append(Block(offset, metadata + body))
     return found
 
@@ -133,11 +161,14 @@ def message_size(data: memoryview) -> int:
     return 8 + length + body
 
 
-def check_claims(data: memoryview) -> None:
+def check_claims(data: memoryview) -> dict[bytes, bytes]:
     """Refuse a record batch whose buffers claim more than a reader may allocate.
 
     Args:
         data: one message, metadata and body.
+
+    Returns:
+        Its custom metadata.
 
     Raises:
         DamagedShardError: it claims more than `MOST_BYTES` and `MOST_PER_BYTE` allow, or is not
@@ -150,6 +181,9 @@ def check_claims(data: memoryview) -> None:
     header = message.table(2)
     if header is None or message.scalar(1, "<B") != _RECORD_BATCH:
         raise DamagedShardError("not a record batch")
+    rows = header.scalar(0, "<q")
+    if not 0 <= rows <= MOST_ROWS:
+        raise DamagedShardError(f"a batch of {rows} rows")
     body = data[8 + length :]
     compressed = header.field(3) is not None
     total = 0
@@ -160,3 +194,4 @@ def check_claims(data: memoryview) -> None:
         total += size if claimed == -1 else claimed
         if claimed < -1 or total > MOST_BYTES + MOST_PER_BYTE * len(data):
             raise DamagedShardError(f"a buffer of {size} bytes claims {claimed}")
+    return {pair.text(0): pair.text(1) for pair in message.tables(4)}

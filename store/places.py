@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
 
 from rolltape.store.errors import StorageError, UsageError
+
+#: What is set for S3 unless the options say otherwise, so that a store which does not answer is
+#: noticed in seconds. `max_attempts` is that of the client within one call.
+S3_DEFAULTS = {"connect_timeout": 3.0, "request_timeout": 10.0, "max_attempts": 3}
+_S3_NUMBERS = ("connect_timeout", "request_timeout", "max_attempts", "load_frequency")
+_S3_REGION = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 
 
 class Place(Protocol):
@@ -34,7 +41,11 @@ class Place(Protocol):
         """Bytes of all files in it and in the folders directly in it."""
 
     def files(self, folder: str = "") -> dict[str, int]:
-        """Sizes in bytes of the files directly in a folder, by file name; empty if it is absent."""
+        """Sizes in bytes of the files directly in a folder, by file name; empty if it is absent.
+
+        Raises:
+            StorageError: it cannot be listed, or is a link that leads elsewhere.
+        """
 
     def exists(self, name: str) -> bool:
         """Whether there is a file of that name."""
@@ -48,7 +59,7 @@ class Place(Protocol):
         """
 
     def open(self, name: str) -> pa.NativeFile:
-        """A file for random access; memory-mapped where that is possible.
+        """A file for random access; memory-mapped where that is safe.
 
         Raises:
             FileNotFoundError: there is none.
@@ -71,6 +82,9 @@ class LocalPlace:
 
     Args:
         path: the folder; need not exist yet.
+
+    Files in it may be links, as caches of downloads make them; folders in it may not, so that
+    nothing is ever listed, written or removed elsewhere.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,19 +105,29 @@ class LocalPlace:
     def folders(self) -> list[str]:
         """See `Place`."""
         try:
-            return sorted(p.name for p in self.path.iterdir() if p.is_dir())
+            return sorted(p.name for p in os.scandir(self.path) if p.is_dir(follow_symlinks=False))
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise StorageError(f"{self.path}: {error.strerror or error}") from error
 
     def files(self, folder: str = "") -> dict[str, int]:
         """See `Place`."""
+        where = self.path / folder
+        if folder and where.is_symlink():
+            raise StorageError(f"{where} is a link to another folder", hint="copy that one here")
         found = {}
-        # a shard may get its final name between the listing and the look at its size
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for entry in os.scandir(self.path / folder):
-                with contextlib.suppress(FileNotFoundError):
-                    if not entry.is_dir():
-                        found[entry.name] = entry.stat().st_size
+        try:
+            entries = list(os.scandir(where))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            raise StorageError(f"{where}: {error.strerror or error}") from error
+        for entry in entries:
+            # a shard may get its final name between the listing and the look at its size
+            with contextlib.suppress(FileNotFoundError):
+                if entry.is_file():
+                    found[entry.name] = entry.stat().st_size
         return found
 
     def exists(self, name: str) -> bool:
@@ -112,15 +136,20 @@ class LocalPlace:
 
     def read(self, name: str) -> bytes:
         """See `Place`."""
-        with _local_errors(self.path / name):
-            return (self.path / name).read_bytes()
+        path = self.path / name
+        with _local_errors(path):
+            _regular(path)
+            return path.read_bytes()
 
     def open(self, name: str) -> pa.NativeFile:
         """See `Place`."""
         path = self.path / name
         with _local_errors(path):
-            # an empty file cannot be mapped
-            return pa.memory_map(str(path)) if path.stat().st_size else pa.BufferReader(b"")
+            # An empty file cannot be mapped, and one that is still being written must not be: its
+            # writer cuts off what it could not finish.
+            if not _regular(path):
+                return pa.BufferReader(b"")
+            return pa.OSFile(str(path)) if name.endswith(".live") else pa.memory_map(str(path))
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         """See `Place`."""
@@ -138,7 +167,8 @@ class LocalPlace:
 
     def remove(self, name: str) -> None:
         """See `Place`."""
-        (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError), _local_errors(self.path / name):
+            (self.path / name).unlink()
 
 
 class ObjectPlace:
@@ -223,6 +253,14 @@ class ObjectPlace:
             self.filesystem.delete_file(f"{self.base}/{name}")
 
 
+def _regular(path: Path) -> int:
+    """Size of a file; reading a device or a pipe would have no end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise StorageError(f"{path}: not a regular file")
+    return status.st_size
+
+
 def _nbytes(place: Place) -> int:
     return sum(sum(place.files(folder).values()) for folder in ["", *place.folders()])
 
@@ -237,7 +275,9 @@ def place_of(
         uri: a local path, a URL that pyarrow knows (`s3://bucket/prefix`, `gs://`, with options
             as its query: `?endpoint_override=...&scheme=http`), or one that fsspec knows.
         storage_options: keyword arguments of the file system: of `pyarrow.fs.S3FileSystem` for
-            s3 (`endpoint_override`, `region`, `access_key`, ...), else of the fsspec one.
+            s3 (`endpoint_override`, `region`, `access_key`, `connect_timeout`, ..., and
+            `max_attempts` of one call; see `S3_DEFAULTS`), else of the fsspec one. Texts are
+            taken for numbers and booleans where those are meant.
 
     Raises:
         UsageError: nothing here knows such URLs, or the options do not fit.
@@ -260,10 +300,9 @@ def place_of(
 def _filesystem(uri: str, options: dict[str, Any]) -> tuple[fs.FileSystem, str]:
     scheme = uri.partition("://")[0]
     try:
-        if scheme == "s3" and options:
-            known = {"background_writes": False, **options}
-            return fs.S3FileSystem(**known), uri.partition("://")[2].partition("?")[0]
-        if scheme in ("s3", "gs", "gcs", "hdfs", "abfs", "abfss") and not options:
+        if scheme == "s3":
+            return _s3(uri, options)
+        if scheme in ("gs", "gcs", "hdfs", "abfs", "abfss") and not options:
             filesystem, path = fs.FileSystem.from_uri(uri)
             return filesystem, path
         import fsspec
@@ -276,6 +315,31 @@ def _filesystem(uri: str, options: dict[str, Any]) -> tuple[fs.FileSystem, str]:
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise UsageError(f"{scheme}://: {str(error).splitlines()[0]}") from error
     return fs.PyFileSystem(fs.FSSpecHandler(filesystem)), path
+
+
+def _s3(uri: str, options: Mapping[str, Any]) -> tuple[fs.FileSystem, str]:
+    """What `pyarrow.fs.FileSystem.from_uri` does, with our timeouts."""
+    parts = urlsplit(uri)
+    known: dict[str, Any] = {"background_writes": False, **S3_DEFAULTS}
+    if parts.username:
+        known["access_key"] = unquote(parts.username)
+        known["secret_key"] = unquote(parts.password or "")
+    for name, value in {**dict(parse_qsl(parts.query)), **options}.items():
+        if name in _S3_NUMBERS:
+            value = float(value)
+        elif isinstance(value, str) and value.lower() in ("true", "false"):
+            value = value.lower() == "true"
+        known[name] = value
+    bucket = parts.netloc.rpartition("@")[2]
+    base = f"{bucket}{parts.path}"
+    if not bucket:
+        raise ValueError("no bucket in the URL")
+    if not {"region", "endpoint_override"} & set(known) and not any(map(os.getenv, _S3_REGION)):
+        with contextlib.suppress(OSError):  # it will say so itself when it is used
+            known["region"] = fs.resolve_s3_region(bucket)
+    attempts = int(known.pop("max_attempts"))
+    strategy = fs.AwsStandardS3RetryStrategy(max_attempts=attempts)
+    return fs.S3FileSystem(**{"retry_strategy": strategy, **known}), base
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from rolltape.store.shards import (
     LIVE,
     MAGIC,
     SEALED,
+    UNSEALED,
     checksum,
     column_checksums,
     shard_names,
@@ -67,6 +68,7 @@ class Shard:
     batches: int
     nbytes: int
     schema: pa.Schema
+    _source: pa.NativeFile
 
     def __init__(self, place: Place, table: str, file: str) -> None:
         self.place, self.table, self.file = place, table, file
@@ -79,18 +81,27 @@ class Shard:
 
         Raises:
             DamagedShardError: the bytes are not what was written.
+            StorageError: the store does not answer.
         """
         wanted = tuple(i for i, name in enumerate(self.schema.names) if name in schema.names)
         try:
-            batch = self._read(number, wanted)
-            batch.validate(full=True)
+            return _conform(self._read(number, wanted), schema)
         except (DamagedShardError, *_UNREADABLE) as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DamagedShardError(
                 f"{self.name}: batch {number}: {text}",
                 hint="`rolltape fsck` says what is intact; restore the file from a copy",
             ) from error
-        return _conform(batch, schema, self.name)
+
+    def _at(self, offset: int, size: int) -> pa.Buffer:
+        """Bytes of the file; that a store does not answer is no damage."""
+        try:
+            data = self._source.read_at(size, offset)
+        except OSError as error:
+            raise StorageError(f"{self.name}: {str(error).splitlines()[0]}") from error
+        if len(data) != size:
+            raise DamagedShardError(f"cut off at byte {offset + len(data)}")
+        return pa.py_buffer(data)
 
     def _read(self, number: int, wanted: tuple[int, ...]) -> pa.RecordBatch:
         raise NotImplementedError
@@ -124,6 +135,8 @@ class SealedShard(Shard):
         whole: bool | None = None,
     ) -> None:
         super().__init__(place, table, file)
+        if SEALED.fullmatch(file) is None:
+            raise DamagedShardError(f"{self.name}: not the name of a shard")
         if whole is None:
             whole = sealed is None or sealed.batches is None
         try:
@@ -132,19 +145,17 @@ class SealedShard(Shard):
             if whole:
                 check_hash(self.name, file, self._source)
             size = min(self.nbytes, _TAIL)
-            tail = bytes(self._source.read_at(size, self.nbytes - size))
-            need = messages.footer_length(tail)
+            tail = self._at(self.nbytes - size, size)
+            need = messages.footer_length(bytes(tail[-10:]))
             if need > size:
                 need = min(need, self.nbytes)
-                tail = bytes(self._source.read_at(need, self.nbytes - need))
+                tail = self._at(self.nbytes - need, need)
             self._blocks = messages.blocks(memoryview(tail), self.nbytes)
-            self._readers: dict[tuple[int, ...] | None, Any] = {
-                None: pa.ipc.open_file(self._source)
-            }
-            self.schema = self._readers[None].schema
+            self._readers: dict[tuple[int, ...] | None, Any] = {}
+            self.schema = self._read_schema()
         except DamagedShardError as error:
             raise self._damaged(str(error)) from error
-        except StorageError:
+        except (StorageError, FileNotFoundError):
             raise
         except _UNREADABLE as error:
             raise self._damaged(f"not an Arrow IPC file: {error}") from error
@@ -157,31 +168,51 @@ class SealedShard(Shard):
             return DamagedShardError(text)
         return DamagedShardError(f"{self.name}: {text.splitlines()[0]}")
 
+    def _read_schema(self) -> pa.Schema:
+        head = self._at(0, min(self.nbytes, _TAIL))
+        if bytes(head[: len(MAGIC)]) != MAGIC:
+            raise DamagedShardError("no Arrow magic at the start")
+        return pa.ipc.read_schema(head[len(MAGIC) :])
+
     def _read(self, number: int, wanted: tuple[int, ...]) -> pa.RecordBatch:
         block = self._blocks[number]
-        messages.check_claims(memoryview(self._source.read_at(block.size, block.offset)))
-        chosen = wanted if len(wanted) < len(self.schema) else None
-        batch, metadata = self._reader(chosen).get_batch_with_custom_metadata(number)
-        stored = dict(metadata or {})
+        message = self._at(block.offset, block.size)
+        stored = messages.check_claims(memoryview(message))
         digests = stored.get(COLUMNS, b"").decode()
-        if not digests:  # format 1.0
-            whole = batch if chosen is None else self._reader(None).get_batch(number)
-            if checksum(whole) != stored.get(CHECKSUM, b"").decode():
-                raise DamagedShardError("its checksum differs")
-            return batch
-        _check_columns(batch, number, wanted, digests)
+        if len(wanted) == len(self.schema) or not digests:
+            batch = _decode(message, self.schema)
+        else:
+            batch = self._some(number, wanted, message)
+        if digests:
+            _check_columns(batch, number, wanted, digests)
+        elif checksum(batch) != stored.get(CHECKSUM, b"").decode():  # format 1.0
+            raise DamagedShardError("its checksum differs")
         return batch
 
-    def _reader(self, wanted: tuple[int, ...] | None) -> Any:
-        if wanted not in self._readers:
-            options = pa.ipc.IpcReadOptions(included_fields=list(wanted or ()))
-            self._readers[wanted] = pa.ipc.open_file(self._source, options=options)
-        return self._readers[wanted]
+    def _some(self, number: int, wanted: tuple[int, ...], message: pa.Buffer) -> pa.RecordBatch:
+        """Some columns of a batch; the others are not decompressed."""
+        options = pa.ipc.IpcReadOptions(included_fields=list(wanted))
+        if isinstance(self.place, LocalPlace):
+            if wanted not in self._readers:
+                self._readers[wanted] = pa.ipc.open_file(self._source, options=options)
+            batch = self._readers[wanted].get_batch(number)
+        else:  # the file reader would fetch it again
+            stream = pa.BufferReader(bytes(self.schema.serialize()) + bytes(message))
+            batch = pa.ipc.open_stream(stream, options=options).read_next_batch()
+        batch.validate(full=True)
+        return batch
 
     def close(self) -> None:
         """Let go of the file."""
         self._readers.clear()
         self._source.close()
+
+
+def _decode(message: pa.Buffer, schema: pa.Schema) -> pa.RecordBatch:
+    batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), schema)
+    # before anything looks at it: lengths and offsets within are claims too
+    batch.validate(full=True)
+    return batch
 
 
 def _check_columns(
@@ -223,6 +254,8 @@ class LiveShard(Shard):
 
     def __init__(self, place: Place, table: str, file: str) -> None:
         super().__init__(place, table, file)
+        if UNSEALED.fullmatch(file) is None:
+            raise DamagedShardError(f"{self.name}: not the name of a shard")
         self._source = place.open(f"{table}/{file}")
         self.nbytes = self._source.size()
         self._blocks: list[messages.Block] = []
@@ -232,47 +265,42 @@ class LiveShard(Shard):
         self.batches = len(self._blocks)
 
     def _walk(self) -> None:
-        data = memoryview(self._source.read_at(self.nbytes, 0))
-        if bytes(data[: len(MAGIC)]) != MAGIC:
+        # its writer may cut off the end meanwhile
+        data = pa.py_buffer(self._source.read_at(self.nbytes, 0))
+        view = memoryview(data)
+        if bytes(view[: len(MAGIC)]) != MAGIC:
             self.torn, self.reason = self.nbytes, "no Arrow magic at the start"
             return
         at = len(MAGIC)
         try:
-            size = messages.message_size(data[at:])
-            self.schema = pa.ipc.read_schema(pa.py_buffer(data[at : at + size]))
+            size = messages.message_size(view[at:])
+            self.schema = pa.ipc.read_schema(data[at : at + size])
             at += size
-            while at < self.nbytes:
-                size = messages.message_size(data[at:])
+            while at < len(view):
+                size = messages.message_size(view[at:])
                 if not size:  # the writer died between the end of the stream and the rename
                     break
-                block = messages.Block(at, size)
-                messages.check_claims(data[at : at + size])
-                number = len(self._blocks)
-                batch, metadata = self._decode(pa.py_buffer(data[at : at + size]))
-                if checksum(batch) != metadata.get(CHECKSUM, b"").decode():
-                    raise DamagedShardError("checksum of a batch differs")
-                if metadata.get(COLUMNS):
-                    wanted = tuple(range(len(self.schema)))
-                    _check_columns(batch, number, wanted, metadata[COLUMNS].decode())
-                self._blocks.append(block)
+                self._check(data[at : at + size])
+                self._blocks.append(messages.Block(at, size))
                 at += size
         except (DamagedShardError, *_UNREADABLE) as error:
-            self.torn, self.reason = self.nbytes - at, str(error).splitlines()[0]
+            self.torn, self.reason = len(view) - at, str(error).splitlines()[0]
 
-    def _decode(self, message: pa.Buffer) -> tuple[pa.RecordBatch, dict[bytes, bytes]]:
-        # a stream of one batch: only a stream reader gives the custom metadata
-        stream = pa.BufferReader(self._prefix + message)
-        batch, metadata = pa.ipc.open_stream(stream).read_next_batch_with_custom_metadata()
-        return batch, dict(metadata or {})
-
-    @property
-    def _prefix(self) -> bytes:
-        return bytes(self.schema.serialize())
+    def _check(self, message: pa.Buffer) -> None:
+        stored = messages.check_claims(memoryview(message))
+        batch = _decode(message, self.schema)
+        if checksum(batch) != stored.get(CHECKSUM, b"").decode():
+            raise DamagedShardError("checksum of a batch differs")
+        if stored.get(COLUMNS):
+            wanted = tuple(range(len(self.schema)))
+            _check_columns(batch, len(self._blocks), wanted, stored[COLUMNS].decode())
 
     def _read(self, number: int, wanted: tuple[int, ...]) -> pa.RecordBatch:
         block = self._blocks[number]
-        message = pa.ipc.read_message(self._source.read_at(block.size, block.offset))
-        return pa.ipc.read_record_batch(message, self.schema).select(list(wanted))
+        # what was checked before may have been altered since
+        message = self._at(block.offset, block.size)
+        messages.check_claims(memoryview(message))
+        return _decode(message, self.schema).select(list(wanted))
 
     def close(self) -> None:
         """Let go of the file."""
@@ -305,24 +333,39 @@ def shards_of(place: Place, table: str) -> list[str]:
     return [n for n in names if not (n.endswith(LIVE) and finished_name(names, n))]
 
 
-def _conform(batch: pa.RecordBatch, schema: pa.Schema, name: str) -> pa.RecordBatch:
+def _conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     if batch.schema.equals(schema):
         return batch.replace_schema_metadata(None)
     columns = []
     for field in schema:
-        index = batch.schema.get_field_index(field.name)
-        if index >= 0:
-            try:
-                columns.append(batch.column(index).cast(field.type))
-            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-                raise DamagedShardError(f"{name}: column {field.name}: {error}") from error
-            if columns[-1].null_count and not field.nullable:
-                raise DamagedShardError(f"{name}: column {field.name} has nulls")
+        found = batch.schema.get_all_field_indices(field.name)
+        if len(found) > 1:
+            raise DamagedShardError(f"column {field.name} is there {len(found)} times")
+        if found:
+            column = batch.column(found[0])
+            # another type would have to be made from this one, at a cost that its bytes do not show
+            if not _alike(column.type, field.type):
+                raise DamagedShardError(f"column {field.name} is {column.type}, not {field.type}")
+            columns.append(column.cast(field.type))
+            if column.null_count and not field.nullable:
+                raise DamagedShardError(f"column {field.name} has nulls")
         elif field.nullable:
             columns.append(pa.nulls(batch.num_rows, field.type))
         else:
-            raise DamagedShardError(f"{name}: column {field.name} is missing")
+            raise DamagedShardError(f"column {field.name} is missing")
     return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _alike(found: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether types differ at most in the fields of their structs and in what may be null."""
+    if pa.types.is_struct(wanted) and pa.types.is_struct(found):
+        fields = {field.name: field.type for field in found}
+        return len(fields) == found.num_fields and all(
+            f.name not in fields or _alike(fields[f.name], f.type) for f in wanted
+        )
+    if pa.types.is_list(wanted) and pa.types.is_list(found):
+        return _alike(found.value_type, wanted.value_type)
+    return bool(found.equals(wanted))
 
 
 class Cache(Generic[T]):

@@ -16,9 +16,10 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 import pyarrow as pa
 import xxhash
@@ -32,7 +33,10 @@ MAGIC = b"ARROW1\0\0"
 CHECKSUM = b"xxh3"
 COLUMNS = b"xxh3.columns"
 LIVE = ".arrow.live"
-SEALED = re.compile(r"(?P<writer>[0-9a-f]{32})-(?P<n>\d+)-(?P<hash>[0-9a-f]{32})\.arrow")
+SEALED = re.compile(r"(?P<writer>[0-9a-f]{32})-(?P<n>[0-9]{1,9})-(?P<hash>[0-9a-f]{32})\.arrow")
+UNSEALED = re.compile(r"(?P<writer>[0-9a-f]{32})-(?P<n>[0-9]{1,9})\.arrow\.live")
+#: Names under which files are written before they get their own.
+TEMPORARY = re.compile(r"\.(?:[0-9a-f]{32}-[0-9].*|(?:tape|report|seal)\.json)\.[0-9a-f]{32}")
 #: How long a put into an object store is tried again.
 RETRY_S = 60.0
 _OPTIONS = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1))
@@ -93,34 +97,47 @@ def _update(digest: Any, column: pa.Array) -> None:
             digest.update(buffer)
 
 
+class RawFile(Protocol):
+    """What a shard is written to: unbuffered, so that nothing is written twice after a fork."""
+
+    def write(self, data: memoryview, /) -> int | None:
+        """Write some of the data; returns how many bytes."""
+
+
 class _HashingSink:
     """File object that hashes what passes through; pyarrow only needs `write` and `flush`."""
 
     closed = False
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: RawFile) -> None:
         self.file = file
         self.digest = xxhash.xxh3_128()
         self.size = 0
+        self._pid = os.getpid()
 
     def write(self, data: bytes) -> int:
-        view = memoryview(data)
-        self.file.write(view)
+        view = memoryview(data).cast("B")
+        if os.getpid() != self._pid:  # a fork copied what Arrow had buffered; the file is not ours
+            return view.nbytes
+        done = 0
+        while done < view.nbytes:
+            done += self.file.write(view[done:]) or 0
         self.digest.update(view)
         self.size += view.nbytes
         return view.nbytes
 
     def flush(self) -> None:
-        self.file.flush()
+        """Nothing is buffered here."""
 
-    def close(self) -> None:  # the shard closes the file itself, after the rename
-        self.flush()
+    def close(self) -> None:
+        """The shard closes the file itself, after the rename."""
 
 
 class _Batches:
     """The Arrow IPC file of a shard, written to a file object batch by batch."""
 
-    def __init__(self, file: BinaryIO, table: str, schema: pa.Schema) -> None:
+    def __init__(self, file: RawFile, table: str, schema: pa.Schema) -> None:
+        self.failed = False
         self._sink = _HashingSink(file)
         self.schema = schema.with_metadata(
             {b"rolltape.table": table.encode(), b"rolltape.format": format_version().encode()}
@@ -144,16 +161,21 @@ class _Batches:
             CHECKSUM: checksum(batch).encode(),
             COLUMNS: "".join(column_checksums(batch, self._number)).encode(),
         }
+        # what is half written must never get a footer that vouches for it
+        self.failed = True
         self._writer.write_batch(batch, custom_metadata=metadata)
-        self._number += 1
         self._stream.flush()
+        self._number += 1
+        self.failed = False
 
     def finish(self) -> None:
+        self.failed = True
         self._writer.close()
         self._stream.close()
+        self.failed = False
 
     def drop(self) -> None:
-        with contextlib.suppress(OSError):  # the disk is what failed
+        with contextlib.suppress(OSError, ValueError):  # the disk is what failed
             self._stream.close()
 
 
@@ -182,19 +204,22 @@ class ShardWriter:
         fsync: bool = False,
         hidden: bool = False,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{writer}-{number}{LIVE}"
         self._stem = f"{writer}-{number}"
         self._fsync = fsync
+        self._committed = 0
         # it gets its name once it is locked: before, a sealer would take it for a dead one
         opening = folder / f".{self._stem}.{uuid.uuid4().hex}"
-        self._file = open(opening, "xb")  # noqa: SIM115 - lives as long as the shard
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        if hidden:
-            self.path = opening
-        else:
-            os.rename(opening, self.path)
+        with _disk_errors(self.path):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = open(opening, "xb", buffering=0)  # noqa: SIM115 - lives as the shard does
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            if hidden:
+                self.path = opening
+            else:
+                os.rename(opening, self.path)
         self._batches = _Batches(self._file, folder.name, schema)
+        _open_shards.add(self)
 
     @property
     def size(self) -> int:
@@ -202,29 +227,80 @@ class ShardWriter:
         return self._batches.size
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Append one batch and hand it to the operating system: it is committed then."""
-        self._batches.write(batch)
-        self._file.flush()
-        if self._fsync:
-            os.fsync(self._file.fileno())
+        """Append one batch and hand it to the operating system: it is committed then.
+
+        Raises:
+            StorageError: it could not be written. Nothing more can be, then; what was committed
+                before stays readable.
+        """
+        if self._batches.failed:
+            raise StorageError(f"{self.path}: an earlier write failed")
+        try:
+            with _disk_errors(self.path):
+                self._batches.write(batch)
+                if self._fsync:
+                    self._batches.failed = True
+                    os.fsync(self._file.fileno())
+                    self._batches.failed = False
+        except StorageError:
+            with contextlib.suppress(OSError):  # gives back what the torn batch took of the disk
+                os.ftruncate(self._file.fileno(), self._committed)
+            raise
+        self._committed = self._batches.size
 
     def close(self) -> str:
-        """Finish the shard; returns its final name."""
-        self._batches.finish()
-        if self._fsync:
-            os.fsync(self._file.fileno())
-        final = self.path.with_name(f"{self._stem}-{self._batches.hash}.arrow")
-        os.rename(self.path, final)
-        if self._fsync:
-            sync_folder(final.parent)
+        """Finish the shard; returns its final name.
+
+        Raises:
+            StorageError: it could not be written. It stays live, for `seal` to finish.
+        """
+        if self._batches.failed:
+            raise StorageError(f"{self.path}: an earlier write failed")
+        with _disk_errors(self.path):
+            self._batches.finish()
+            if self._fsync:
+                os.fsync(self._file.fileno())
+            final = self.path.with_name(f"{self._stem}-{self._batches.hash}.arrow")
+            os.rename(self.path, final)
+            if self._fsync:
+                sync_folder(final.parent)
         self._file.close()
         return final.name
 
     def abandon(self) -> None:
         """Let go of the file as it is: still live, readable up to the last whole batch."""
+        self._batches.failed = True
+        self._file.close()
         self._batches.drop()
-        with contextlib.suppress(OSError):
-            self._file.close()
+
+    def _after_fork(self) -> None:
+        # the child must neither write to it nor hold its lock when its writer has died
+        self._file.close()
+
+
+_open_shards: weakref.WeakSet[ShardWriter] = weakref.WeakSet()
+
+
+def _let_go_after_fork() -> None:
+    for shard in list(_open_shards):
+        shard._after_fork()
+
+
+os.register_at_fork(after_in_child=_let_go_after_fork)
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}") from error
+
+
+def give_up_after(seconds: float) -> Callable[[], bool]:
+    """A clock for retries: true when so many seconds have passed."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() >= end
 
 
 class ObjectShardWriter:
@@ -236,7 +312,7 @@ class ObjectShardWriter:
         writer: uuid hex of the writer.
         number: running number of the shard within (table, writer).
         schema: schema of the table.
-        retry_s: seconds for which a put that fails is tried again.
+        give_up: asked before a put that failed is tried again; by default after 60 s.
 
     Nothing is committed before `close`.
     """
@@ -249,11 +325,11 @@ class ObjectShardWriter:
         writer: str,
         number: int,
         schema: pa.Schema,
-        retry_s: float = RETRY_S,
+        give_up: Callable[[], bool] | None = None,
     ) -> None:
         self._place = place
         self._stem = f"{table}/{writer}-{number}"
-        self._retry_s = retry_s
+        self._give_up = give_up
         self._memory = io.BytesIO()
         self._batches = _Batches(self._memory, table, schema)
         self._finished = False
@@ -272,22 +348,23 @@ class ObjectShardWriter:
         """Put the shard; returns its file name.
 
         Raises:
-            StorageError: the store refused for `retry_s` seconds.
+            StorageError: the store refused until it was given up.
         """
         if not self._finished:  # a close that failed may be tried again
             self._batches.finish()
             self._finished = True
         name = f"{self._stem}-{self._batches.hash}.arrow"
-        end, pause = time.monotonic() + self._retry_s, 0.25
+        data = pa.py_buffer(self._memory.getbuffer())
+        give_up, pause = self._give_up or give_up_after(RETRY_S), 0.25
         while True:
             try:
-                self._place.put(name, self._memory.getvalue())
+                self._place.put(name, data)
                 return name.rpartition("/")[2]
             except StorageError:
-                if time.monotonic() + pause > end:
+                if give_up():
                     raise
             time.sleep(pause)
-            pause = min(2 * pause, 5.0)
+            pause = min(2 * pause, 2.0)
 
     def abandon(self) -> None:
         """Forget what was not put."""
@@ -306,11 +383,6 @@ def sync_folder(folder: Path) -> None:
 def format_version() -> str:
     """`major.minor` of the format that this code writes."""
     return f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
-
-
-def finished(path: Path) -> list[Path]:
-    """The finished shard that stands where a live one stood, if there is one."""
-    return list(path.parent.glob(f"{path.name.removesuffix(LIVE)}-*.arrow"))
 
 
 def is_locked(path: Path) -> bool:
