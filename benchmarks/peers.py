@@ -1,9 +1,9 @@
 """One rollout, as a tape and in the formats that people keep such data in otherwise.
 
 Not a benchmark: what `store.py` and `big_tape.py` share. Every peer holds the same columns and
-nothing else: token ids, loss mask, raw and processed logprobs, and routes with slot order. Each has the
-layout and level that gave the smallest files of those that were tried: a row a sequence, routes by
-layer. What it gives back is compared bit for bit.
+nothing else: token ids, loss mask, raw and processed logprobs, and routes with slot order. Each has
+the layout and level that gave the smallest files of those that were tried: a row a sequence, routes
+by layer. What it gives back is compared bit for bit.
 """
 
 import functools
@@ -291,9 +291,7 @@ def _arrays(table: pa.Table, rollout: Rollout) -> Arrays:
             found[name] = flat.to_numpy(zero_copy_only=False).reshape(-1, *like.shape[1:])
     rows, layers, k = rollout.shape
     names = [name for name in table.column_names if name.startswith("routes")]
-    parts = [
-        np.frombuffer(b"".join(table.column(name).to_pylist()), np.uint8) for name in names
-    ]
+    parts = [np.frombuffer(b"".join(table.column(name).to_pylist()), np.uint8) for name in names]
     shape = (table.num_rows, layers // len(names), rows, k)
     found["routes"] = by_layer(np.concatenate([p.reshape(shape) for p in parts], axis=1))
     return found
@@ -340,17 +338,15 @@ def _write_hf(rollout: Rollout, folder: Path) -> None:
     import datasets
 
     datasets.disable_progress_bars()
-    table = _table(rollout, {"routes": rollout.routes})
-    datasets.Dataset(datasets.table.InMemoryTable(table)).save_to_disk(folder / "rollout")
+    table = datasets.table.InMemoryTable(_table(rollout, {"routes": by_layer(rollout.routes)}))
+    datasets.Dataset(table).save_to_disk(folder / "rollout")
 
 
 def _read_hf(folder: Path, rollout: Rollout) -> Arrays:
     import datasets
 
-    table = datasets.load_from_disk(folder / "rollout").with_format("arrow")[:]
-    found = _arrays(table, rollout)
-    found["routes"] = found["routes"].reshape(-1, *rollout.shape)
-    return found
+    dataset = datasets.load_from_disk(folder / "rollout").with_format("arrow")
+    return _arrays(dataset[:], rollout)
 
 
 def _item(rollout: Rollout, i: int) -> Arrays:

@@ -27,6 +27,7 @@ from rolltape.recorder.provenance import mask_argv, provenance
 from rolltape.recorder.summary import Summary, notes_to_events, summarize
 from rolltape.store import create_tape, seal
 from rolltape.store.places import LocalPlace, ObjectPlace, place_of
+from rolltape.store.seal import add_index
 from rolltape.store.tape import read_seal
 
 #: Exit statuses of shells for a command that could not be started.
@@ -35,6 +36,8 @@ NOT_FOUND, NOT_EXECUTABLE = 127, 126
 STRICT_FAULT = 70
 
 SEAL_SECONDS = 10.0
+#: For the index, which takes a pass over the tape.
+INDEX_SECONDS = 60.0
 
 _RELAYED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: A terminal sends these to the whole foreground group: the command has them already.
@@ -328,6 +331,13 @@ def _close(job: Job, ended: Ended, *, started_ns: int, before: Summary | None) -
         problems.append(f"could not seal: {type(sealing.error).__name__}: {sealing.error}")
     summary = None
     hung = sealing.hung
+    if not hung and sealing.error is None:
+        # a pass over the whole tape: it is sealed and readable without
+        indexing = _Bounded(lambda: add_index(job.place), INDEX_SECONDS)
+        hung = indexing.hung
+        if hung or indexing.error is not None:
+            why = indexing.error or f"it did not end within {INDEX_SECONDS:.0f} s"
+            problems.append(f"no index: {why}; `rolltape fsck --repair` writes it")
     if not hung:
         reading = _Bounded(lambda: summarize(job.place, job.procs, before=before), SEAL_SECONDS)
         summary, hung = reading.value, reading.hung
@@ -335,6 +345,8 @@ def _close(job: Job, ended: Ended, *, started_ns: int, before: Summary | None) -
             problems.append("the summary took too long; see `rolltape info`")
         elif reading.error is not None:
             problems.append(f"cannot read it back: {type(reading.error).__name__}: {reading.error}")
+    if not isinstance(job.place, LocalPlace):
+        shutil.rmtree(job.procs, ignore_errors=True)
     return Recorded(
         ended=ended,
         summary=summary,
@@ -359,7 +371,7 @@ def _seal(job: Job, ended: Ended, *, started_ns: int) -> dict[str, Any]:
     if former is not None:  # another part of the same tape, see --append
         last = dict(former.get("status", {}))
         status["earlier"] = [*last.pop("earlier", []), last]
-    return seal(job.place, status=status)
+    return seal(job.place, status=status, index=False)
 
 
 def signal_name(number: int) -> str:

@@ -28,7 +28,12 @@ T = TypeVar("T")
 
 #: A hook that failed this often is not called again.
 MAX_FAULTS = 3
+#: How long the end of a process waits for its recording, and how much of it for a store that
+#: does not answer.
 _CLOSE_SECONDS = 60.0
+_PUT_SECONDS = 20.0
+#: Rows of events kept while nothing can be written; what is more is only counted.
+_MOST_GAPS = 10_000
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class Session:
         self._dead = False
         self._thread: threading.Thread | None = None
         self._gaps: list[dict[str, Any]] = []
+        self._uncounted = 0
+        self._give_up_at = float("inf")
 
     # -- the hot path ---------------------------------------------------------------------
 
@@ -90,29 +97,37 @@ class Session:
             while self._items and self._bytes + nbytes > limit:
                 if self.options.on_full == "drop":
                     self.dropped += 1
-                    self._gaps += _gap_rows(gap)
+                    self._add_gap(gap)
                     return False
                 self._lock.wait(timeout=1.0)
                 if self._dead:
                     return False
             self._items.append(_Item(job, nbytes, gap))
             self._bytes += nbytes
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="rolltape-writer", daemon=True
-                )
-                self._thread.start()
-            self._lock.notify_all()
+            self._wake()
         return True
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="rolltape-writer", daemon=True)
+            self._thread.start()
+        self._lock.notify_all()
+
+    def _add_gap(self, gap: Gap) -> None:
+        for row in gap if isinstance(gap, list) else [gap]:
+            if len(self._gaps) < _MOST_GAPS:
+                self._gaps.append({"t_ns": time.time_ns(), "kind": "gap", **row})
+            else:
+                self._uncounted += 1
 
     def event(self, kind: str, *, detail: dict[str, Any], **columns: Any) -> None:
         """Record an event; small, and never dropped for want of room."""
         row = {"t_ns": time.time_ns(), "kind": kind, "detail": detail, **columns}
         with self._lock:
-            if self._dead:  # nobody will write it, and it must not pile up
+            if self._closing or self._dead:  # nobody will write it, and it must not pile up
                 return
             self._gaps.append(row)
-        self.put(lambda writer: None, nbytes=0, gap={"detail": {}})
+            self._wake()
 
     # -- faults ---------------------------------------------------------------------------
 
@@ -156,18 +171,22 @@ class Session:
                 storage_options=self.options.storage_options,
                 commit_log=self.options.commit_log or None,
                 max_bytes=self.options.max_bytes or None,
+                # while the job runs a store may come back; what does not fit is dropped meanwhile
+                give_up=lambda: time.monotonic() >= self._give_up_at,
             )
             while not isinstance(item := self._next(writer), _End):
-                if item is None:
-                    writer.put_due()
-                else:
+                if item is not None:
                     self._do(writer, item)
+                self._write_gaps(writer)
+                writer.flush()
             self._write_gaps(writer)
             writer.close()
         except Exception as error:  # disk full, folder gone: recording ends, the job does not
             with self._lock:
                 self._dead = True
                 self.dropped += len(self._items)
+                for item in self._items:
+                    self._add_gap(item.gap)
                 self._items.clear()
                 self._lock.notify_all()
             warn(f"recording stopped: {type(error).__name__}: {error}")
@@ -179,13 +198,16 @@ class Session:
                 self._lock.notify_all()
 
     def _next(self, writer: TapeWriter) -> _Item | _End | None:
-        """The next job; None after a while in which rows of an object store grow old."""
+        """The next job; None when there are events to write or rows that grow old."""
         with self._lock:
             self._busy = False
             self._lock.notify_all()
             while not self._items:
                 if self._closing:
                     return _End()
+                if self._gaps:
+                    self._busy = True
+                    return None
                 if not self._lock.wait(timeout=1.0 if writer.waiting else None):
                     return None
             self._busy = True
@@ -195,10 +217,12 @@ class Session:
         try:
             item.job(writer)
         except (OSError, StorageError, TapeFullError):
+            with self._lock:
+                self._add_gap(item.gap)
             raise
         except Exception as error:
             with self._lock:
-                self._gaps += _gap_rows(item.gap)
+                self._add_gap(item.gap)
             try:
                 self.fault("writer", error)
             except Exception:  # strict: there is no job on this thread that could fail
@@ -207,25 +231,23 @@ class Session:
             with self._lock:
                 self._bytes -= item.nbytes
                 self._lock.notify_all()
-        self._write_gaps(writer)
-        writer.flush()
 
     def _write_gaps(self, writer: TapeWriter) -> None:
         with self._lock:
             rows, self._gaps = self._gaps, []
+            if self._uncounted:
+                more = {"reason": "too many gaps to list", "gaps": self._uncounted}
+                rows.append({"t_ns": time.time_ns(), "kind": "gap", "detail": more})
+                self._uncounted = 0
         for row in rows:
             detail = json.dumps(row.get("detail", {}))
             writer.append("events", {**row, "writer": writer.id, "detail": detail})
 
     def _last_words(self, writer: TapeWriter, error: Exception) -> None:
+        detail = {"reason": f"recording stopped: {error}", "dropped": self.dropped}
         with self._lock:
-            self._gaps.append(
-                {
-                    "t_ns": time.time_ns(),
-                    "kind": "gap",
-                    "detail": {"reason": f"recording stopped: {error}", "dropped": self.dropped},
-                }
-            )
+            # first: nothing else says so if there is room for only some of them
+            self._gaps.insert(0, {"t_ns": time.time_ns(), "kind": "gap", "detail": detail})
         try:
             self._write_gaps(writer)
             writer.close()
@@ -240,7 +262,7 @@ class Session:
         """Wait until everything enqueued so far is on disk; False if it took too long."""
         end = time.monotonic() + timeout
         with self._lock:
-            while (self._items or self._busy) and not self._dead:
+            while (self._items or self._gaps or self._busy) and not self._dead:
                 left = end - time.monotonic()
                 if left <= 0:
                     return False
@@ -250,6 +272,7 @@ class Session:
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
         """Write what is queued, finish the shards, stop the thread. May be called twice."""
         with self._lock:
+            self._give_up_at = min(self._give_up_at, time.monotonic() + min(timeout, _PUT_SECONDS))
             self._closing = True
             self._lock.notify_all()
             thread = self._thread
@@ -257,11 +280,6 @@ class Session:
             thread.join(timeout)
             if thread.is_alive():
                 warn(f"the writer did not finish within {timeout:.0f} s; the tape is incomplete")
-
-
-def _gap_rows(gap: Gap) -> list[dict[str, Any]]:
-    gaps = gap if isinstance(gap, list) else [gap]
-    return [{"t_ns": time.time_ns(), "kind": "gap", **row} for row in gaps]
 
 
 _active: Session | None = None

@@ -30,6 +30,10 @@ def encode_plain(ids: np.ndarray, num_experts: int) -> bytes:
     Raises:
         SchemaError: another shape, or ids at or above `num_experts`.
     """
+    return np.ascontiguousarray(_checked(ids, num_experts).transpose(2, 1, 0)).tobytes()
+
+
+def _checked(ids: np.ndarray, num_experts: int) -> np.ndarray:
     dtype = route_dtype(num_experts)
     if ids.ndim != 3:
         raise SchemaError(f"routes.ids has shape {list(ids.shape)}", hint="expected [n, layers, k]")
@@ -38,11 +42,43 @@ def encode_plain(ids: np.ndarray, num_experts: int) -> bytes:
             f"routes.ids has values {ids.min()}..{ids.max()}, num_experts is {num_experts}",
             hint="missing rows belong in the validity bitmap, not in a special id",
         )
-    return np.ascontiguousarray(ids.astype(dtype, copy=False).transpose(2, 1, 0)).tobytes()
+    return ids.astype(dtype, copy=False)
+
+
+def encode_rows(ids: np.ndarray, num_experts: int) -> bytes:
+    """Expert ids [n, layers, k] to bytes as they are: a reader need not put them in order.
+
+    Raises:
+        SchemaError: another shape, or ids at or above `num_experts`.
+    """
+    return np.ascontiguousarray(_checked(ids, num_experts)).tobytes()
+
+
+def decode_rows(
+    data: bytes | memoryview, shape: tuple[int, int, int], num_experts: int
+) -> np.ndarray:
+    """Inverse of `encode_rows`, without a copy.
+
+    Args:
+        data: the bytes.
+        shape: (n, layers, k).
+        num_experts: experts a layer.
+
+    Returns:
+        uint8 or uint16 [n, layers, k], not to be written to.
+
+    Raises:
+        SchemaError: the bytes are not of that shape, or hold an id at or above `num_experts`.
+    """
+    dtype = route_dtype(num_experts)
+    _check_shape(data, shape, dtype)
+    ids = np.frombuffer(data, dtype=dtype).reshape(shape)
+    _check_ids(ids, num_experts)
+    return ids
 
 
 def decode_plain(
-    data: bytes,
+    data: bytes | memoryview,
     n: int,
     layers: int,
     k: int,
@@ -66,15 +102,25 @@ def decode_plain(
         SchemaError: the bytes are not of that shape, or hold an id at or above `num_experts`.
     """
     dtype = route_dtype(num_experts)
-    if min(n, layers, k) < 0:
-        raise SchemaError(f"routes.ids of shape {[n, layers, k]}")
-    _check_size("routes.ids", data, n * layers * k * dtype.itemsize)
+    _check_shape(data, (n, layers, k), dtype)
     planes = np.frombuffer(data, dtype=dtype).reshape(k, layers, n)
     if columns is not None:
         planes = planes[:, list(columns)]
-    if planes.size and num_experts < np.iinfo(dtype).max + 1 and int(planes.max()) >= num_experts:
-        raise SchemaError(f"routes.ids has id {int(planes.max())}, num_experts is {num_experts}")
+    _check_ids(planes, num_experts)
     return np.ascontiguousarray(planes.transpose(2, 1, 0))
+
+
+def _check_shape(data: bytes | memoryview, shape: tuple[int, int, int], dtype: np.dtype) -> None:
+    n, layers, k = shape
+    if min(shape) < 0:
+        raise SchemaError(f"routes.ids of shape {list(shape)}")
+    _check_size("routes.ids", data, n * layers * k * dtype.itemsize)
+
+
+def _check_ids(ids: np.ndarray, num_experts: int) -> None:
+    # 256 experts fill a byte: no id can be too large then
+    if num_experts <= np.iinfo(ids.dtype).max and ids.size and int(ids.max()) >= num_experts:
+        raise SchemaError(f"routes.ids has id {int(ids.max())}, num_experts is {num_experts}")
 
 
 def encode_floats(values: np.ndarray) -> bytes:
@@ -109,6 +155,6 @@ def decode_bits(data: bytes | None, shape: tuple[int, ...], *, field: str) -> np
     return bits.astype(bool).reshape(shape)
 
 
-def _check_size(field: str, data: bytes, expected: int) -> None:
+def _check_size(field: str, data: bytes | memoryview, expected: int) -> None:
     if len(data) != expected:
         raise SchemaError(f"{field} has {len(data)} bytes, its shape needs {expected}")

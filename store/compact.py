@@ -7,8 +7,10 @@ Fragments that cannot be joined without a change are copied as they are.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,33 +18,28 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import xxhash
 
-from rolltape.store import codecs
 from rolltape.store.columns import make_batch
+from rolltape.store.compact_routes import RouteWriter, spans_of
 from rolltape.store.equality import differences
 from rolltape.store.errors import DamagedShardError, UsageError
+from rolltape.store.index import KEY_COLUMNS
 from rolltape.store.kept import encode_kept
 from rolltape.store.keys import Key
-from rolltape.store.packed import block_tokens, encode_block
-from rolltape.store.places import Place, place_of
-from rolltape.store.planes import encode_split
-from rolltape.store.routes import Routes
+from rolltape.store.places import LocalPlace, ObjectPlace, Place, place_of
 from rolltape.store.schema import DERIVED_TABLES, TAPE_TABLES
 from rolltape.store.seal import seal
 from rolltape.store.sequences import LOGPROBS, Sequence, Tape, open_tape
+from rolltape.store.supports import join_supports
 from rolltape.store.writer import TapeWriter, create_tape
 
 ENCODINGS = ("packed", "plain")
 
 # Tables whose rows are joined per sequence; all others are copied row by row.
 _JOINED = ("tokens", "routes", "supports")
-# sorted by sequence and step, the columns of `forwards` compress several times better
-_SORTED = {
-    "forwards": ["engine", "request", "sample", "pass", "step", "row"],
-    "sequences": ["engine", "request", "sample", "pass"],
-}
-_SORT_ROWS = 1 << 20
+# Rows of `forwards` that are sorted at once: by sequence and step its columns compress several
+# times better.
+_SORT_ROWS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -114,26 +111,17 @@ def compact(
             uuid=source.uuid,
         )
     )
-    shared = 0
-    with TapeWriter(place) as writer:
-        for table in TAPE_TABLES:
-            if table not in (*_JOINED, *DERIVED_TABLES):
-                _copy(source, writer, table)
-        for batch in _token_rows(source):
-            writer.append_batch("tokens", batch)
-        for batch in _support_rows(source):
-            writer.append_batch("supports", batch)
-        blocks = _RouteBlocks(source, writer, packed=routes == "packed", order=not sets)
-        for sequence in _by_group(source):
-            blocks.add(sequence)
-        blocks.flush()
-        shared = blocks.shared
-        _copy_orphans(source, writer)
-    seal(place, status=source.seal.get("status", {}))
-    result = open_tape(place)
-    if check:
-        for difference in differences(source, result, sets=sets):
-            raise DamagedShardError(f"{place}: {difference}", hint="a bug: keep the original")
+    try:
+        with TapeWriter(place) as writer:
+            shared = _write_tables(source, writer, packed=routes == "packed", order=not sets)
+        seal(place, status=source.seal.get("status", {}))
+        result = open_tape(place)
+        if check:
+            for difference in differences(source, result, sets=sets):
+                raise DamagedShardError(f"{place}: {difference}", hint="a bug: keep the original")
+    except BaseException:
+        _remove(place)  # half a copy must not be taken for one
+        raise
     rollups = result.rollups()
     return Compacted(
         before=_shard_bytes(source.place),
@@ -144,6 +132,31 @@ def compact(
         shared=shared,
         checked=check,
     )
+
+
+def _write_tables(source: Tape, writer: TapeWriter, *, packed: bool, order: bool) -> int:
+    """Write all tables; gives the positions whose routes are stored once for several sequences."""
+    for table in TAPE_TABLES:
+        if table not in (*_JOINED, *DERIVED_TABLES):
+            _copy(source, writer, table)
+    for batch in _token_rows(source):
+        writer.append_batch("tokens", batch)
+    for batch in _support_rows(source):
+        writer.append_batch("supports", batch)
+    routes = RouteWriter(source, writer, packed=packed, order=order)
+    for sequence in _by_group(source):
+        routes.add(sequence)
+    routes.flush()
+    _copy_orphans(source, writer)
+    return routes.shared
+
+
+def _remove(place: LocalPlace | ObjectPlace) -> None:
+    for folder in ["", *place.folders()]:
+        for file in place.files(folder):
+            place.remove(f"{folder}/{file}".lstrip("/"))
+    if isinstance(place, LocalPlace):
+        shutil.rmtree(place.path, ignore_errors=True)
 
 
 def _shard_bytes(place: Place) -> int:
@@ -161,34 +174,44 @@ def _by_group(tape: Tape) -> Iterator[Sequence]:
 
 
 def _copy(source: Tape, writer: TapeWriter, table: str) -> None:
-    keys = _SORTED.get(table)
+    if table == "sequences":
+        _copy_sequences(source, writer)
+        return
     held: list[pa.RecordBatch] = []
     rows = 0
     for _, _, batch in source.batches(table):
-        if keys is None:
+        if table != "forwards":
             writer.append_batch(table, batch)
             continue
         held.append(batch)
         rows += batch.num_rows
         if rows >= _SORT_ROWS:
-            _write_sorted(writer, table, held, keys)
+            _write_sorted(writer, table, held)
             held, rows = [], 0
-    if held and keys is not None:
-        _write_sorted(writer, table, held, keys)
+    if held:
+        _write_sorted(writer, table, held)
 
 
-def _write_sorted(
-    writer: TapeWriter, table: str, held: list[pa.RecordBatch], keys: list[str]
-) -> None:
+def _copy_sequences(source: Tape, writer: TapeWriter) -> None:
+    """Rows of a sequence beside each other, sequences in their order: it stays what it is."""
+    table = source.table("sequences")
+    columns = (table.column(name).to_pylist() for name in KEY_COLUMNS)
+    turn = {key: i for i, key in enumerate(source.keys())}
+    turns = np.array([turn[Key(*row)] for row in zip(*columns, strict=True)], np.int64)
+    _write(writer, "sequences", table.take(pa.array(np.argsort(turns, kind="stable"))))
+
+
+def _write_sorted(writer: TapeWriter, table: str, held: list[pa.RecordBatch]) -> None:
     # Arrow's sort is not stable, and the order of equal rows means something
-    whole = pa.Table.from_batches(held).append_column("_row", pa.array(np.arange(_total(held))))
-    ordered = whole.sort_by([(name, "ascending") for name in [*keys, "_row"]])
-    for batch in ordered.drop_columns(["_row"]).combine_chunks().to_batches(1 << 16):
+    whole = pa.Table.from_batches(held)
+    whole = whole.append_column("_row", pa.array(np.arange(len(whole))))
+    order = [(name, "ascending") for name in (*KEY_COLUMNS, "step", "_row")]
+    _write(writer, table, whole.sort_by(order).drop_columns(["_row"]))
+
+
+def _write(writer: TapeWriter, table: str, rows: pa.Table) -> None:
+    for batch in rows.combine_chunks().to_batches(1 << 16):
         writer.append_batch(table, batch)
-
-
-def _total(batches: list[pa.RecordBatch]) -> int:
-    return sum(batch.num_rows for batch in batches)
 
 
 def _copy_orphans(source: Tape, writer: TapeWriter) -> None:
@@ -212,12 +235,6 @@ def _key_columns(key: Key) -> dict[str, Any]:
     return {"engine": key.engine, "request": key.request, "sample": key.sample, "pass": key.scoring}
 
 
-def _spans(known: np.ndarray) -> list[tuple[int, int]]:
-    """[start, end) of each run of true."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], known, [False]]).astype(np.int8)))
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
-
-
 # -- tokens -------------------------------------------------------------------------------
 
 
@@ -227,7 +244,7 @@ def _token_rows(tape: Tape) -> Iterator[pa.RecordBatch]:
         rows = tape.fragments("tokens", sequence.key)
         if not rows:
             continue
-        if _overlap(rows):
+        if _overlap(rows) or not all(row["n"] for row in rows):
             yield from tape.select("tokens", sequence.key).combine_chunks().to_batches()
             continue
         cells = {
@@ -267,9 +284,9 @@ def _token_spans(
         said.append((kinds.setdefault(text, len(kinds)), row["semantics"], held))
     kind = np.array([said[i][0] if i >= 0 else -1 for i in owner])
     found = []
-    for start, end in _spans(owner >= 0):
+    for start, end in spans_of(owner >= 0):
         cuts = [start, *(start + 1 + np.flatnonzero(np.diff(kind[start:end]))), end]
-        for a, b in zip(cuts[:-1], cuts[1:], strict=True):
+        for a, b in itertools.pairwise(cuts):
             _, semantics, held = said[owner[a]]
             found.append((int(a), int(b), semantics, held))
     return found
@@ -277,7 +294,7 @@ def _token_spans(
 
 def _overlap(rows: list[dict[str, Any]]) -> bool:
     spans = sorted((r["start"], r["n"]) for r in rows)
-    return any(b[0] < a[0] + a[1] for a, b in zip(spans[:-1], spans[1:], strict=True))
+    return any(b[0] < a[0] + a[1] for a, b in itertools.pairwise(spans))
 
 
 # -- supports -----------------------------------------------------------------------------
@@ -287,19 +304,24 @@ def _support_rows(tape: Tape) -> Iterator[pa.RecordBatch]:
     schema = TAPE_TABLES["supports"]
     for sequence in tape:
         rows = tape.fragments("supports", sequence.key)
-        supports = sequence.supports()
-        if supports is None:
+        if not rows:
             continue
-        if len({row["derived"] for row in rows}) > 1:
-            yield from tape.select("supports", sequence.key).combine_chunks().to_batches()
-            continue
+        supports = join_supports(rows, sequence.span, sequence.id, length=sequence.length)
         covered = np.zeros(sequence.length, bool)
         for row in rows:
             covered[row["start"] : row["start"] + row["n"]] = True
+        if len({row["derived"] for row in rows}) > 1 or not covered.any():
+            yield from tape.select("supports", sequence.key).combine_chunks().to_batches()
+            continue
         vocab = tape.engine(sequence.key.engine).get("vocab_size")
         counts = np.diff(supports.offsets)
-        for start, end in _spans(covered):
+        for start, end in spans_of(covered):
             ids = supports.ids[supports.offsets[start] : supports.offsets[end]]
+            sizes = counts[start:end]
+            cells: dict[str, Any] = {"ids": [ids]}
+            if _ascending(sizes, ids):
+                data = encode_kept(sizes, ids, vocab_size=vocab)
+                cells = {"ids": [ids[:0]], "encoding": "kept", "data": [data]}
             yield make_batch(
                 "supports",
                 schema,
@@ -309,220 +331,15 @@ def _support_rows(tape: Tape) -> Iterator[pa.RecordBatch]:
                     "n": end - start,
                     "derived": supports.derived,
                     "state": [supports.state[start:end]],
-                    "counts": [counts[start:end]],
-                    "ids": [np.zeros(0, np.uint32)],
-                    "encoding": "kept",
-                    "data": [encode_kept(counts[start:end], ids, vocab_size=vocab)],
+                    "counts": [sizes],
+                    **cells,
                 },
             )
 
 
-# -- routes -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Routes of one sequence and role: its rows of a block, or of a plain fragment."""
-
-    sequence: Sequence
-    role: str
-    routes: Routes
-    merged: list[dict[str, Any]]
-    start: int
-    end: int
-    last: bool  # carries `missing`, which is said once
-
-
-class _RouteBlocks:
-    """Collects whole sequences until a block is full, then writes it as one record batch."""
-
-    def __init__(self, source: Tape, writer: TapeWriter, *, packed: bool, order: bool) -> None:
-        self._source, self._writer = source, writer
-        self._packed, self._order = packed, order
-        self._spans: list[_Span] = []
-        self._shape: tuple[Any, ...] | None = None
-        self._tokens = 0
-        self.shared = 0
-
-    def add(self, sequence: Sequence) -> None:
-        """Take the routes of a sequence, of both roles."""
-        rows = self._source.fragments("routes", sequence.key)
-        for role in ("used", "live"):
-            mine = [r for r in rows if r["role"] == role]
-            routes = sequence.routes(role) if mine else None
-            if routes is None:
-                continue
-            covered = np.zeros(sequence.length, bool)
-            for row in mine:
-                covered[row["start"] : row["start"] + row["n"]] = True
-            spans = _spans(covered) or [(0, 0)]
-            if routes.weights is not None:
-                uneven = routes.weighted.any(axis=1) & (routes.weighted != routes.valid).any(axis=1)
-                if uneven.any():
-                    self._keep(sequence, role)
-                    continue
-                spans = [s for span in spans for s in _even(routes, *span)]
-            shape = (routes.layers, routes.num_experts, routes.ids.shape[2], routes.order)
-            if shape != self._shape:
-                self.flush()
-                self._shape = shape
-            most = block_tokens(len(routes.layers), routes.ids.shape[2]) if self._packed else 4096
-            for start, end in spans:
-                cuts = [*range(start, end, most), end] if end > start else [start, end]
-                for a, b in zip(cuts[:-1], cuts[1:], strict=True):
-                    if self._packed and self._tokens + b - a > most:
-                        self.flush()
-                    merged = _merged(mine, a, b)
-                    last = (b == spans[-1][1]) and a == cuts[-2]
-                    self._spans.append(_Span(sequence, role, routes, merged, a, b, last))
-                    self._tokens += b - a
-            if not self._packed:
-                self.flush()
-
-    def _keep(self, sequence: Sequence, role: str) -> None:
-        rows = self._source.select("routes", sequence.key)
-        rows = rows.filter(pc.equal(rows.column("role"), role)).combine_chunks()
-        if "plain" not in rows.column("encoding").to_pylist():
-            raise UsageError(f"routes of {sequence.id} are packed and cannot be packed again")
-        for batch in rows.to_batches():
-            self._writer.append_batch("routes", batch)
-
-    def flush(self) -> None:
-        """Write what was collected."""
-        spans, self._spans, self._tokens = self._spans, [], 0
-        if not spans:
-            return
-        if self._packed:
-            self._writer.write_batch("routes", self._block(spans))
-        else:
-            for span in spans:
-                self._writer.append_batch("routes", _row(span, _plain(span)))
-
-    def _block(self, spans: list[_Span]) -> pa.RecordBatch:
-        placed: list[tuple[_Span, int]] = []
-        seen: dict[str, tuple[int, int]] = {}
-        ids: list[np.ndarray] = []
-        valid: list[np.ndarray] = []
-        tokens: list[np.ndarray] = []
-        at = 0
-        for span in spans:
-            routes = span.routes
-            begin = span.start
-            prompt = min(max(span.sequence.prompt_len, span.start), span.end)
-            if prompt > begin:
-                # the same tokens with the same routes, bit for bit: stored once
-                digest = xxhash.xxh3_128(span.sequence.tokens.values[begin:prompt].tobytes())
-                digest.update(np.ascontiguousarray(routes.ids[begin:prompt]))
-                digest.update(np.ascontiguousarray(routes.valid[begin:prompt]))
-                name = f"{begin}-{prompt}-{digest.hexdigest()}"
-                if name in seen:
-                    placed.append((_cut(span, begin, prompt, first=True), seen[name][0]))
-                    self.shared += prompt - begin
-                    begin = prompt
-                else:
-                    seen[name] = (at, prompt - begin)
-            if begin < span.end or begin == span.start:
-                part = _cut(span, begin, span.end, first=False)
-                placed.append((part, at))
-                ids.append(routes.ids[begin : span.end])
-                valid.append(routes.valid[begin : span.end])
-                tokens.append(span.sequence.tokens.fill(0)[begin : span.end].astype(np.uint32))
-                at += span.end - begin
-            elif span.last:  # all of it is shared: what is missing must still be said
-                placed[-1] = (_cut(span, span.start, span.end, first=False), placed[-1][1])
-        first = spans[0].routes
-        block = encode_block(
-            np.concatenate(ids),
-            np.concatenate(tokens),
-            np.concatenate(valid),
-            num_experts=first.num_experts,
-            order=self._order and first.order,
-        )
-        rows = []
-        for i, (span, where) in enumerate(placed):
-            cells = {
-                "encoding": "packed",
-                "ids": [block if i == 0 else None],
-                "back": i,
-                "at": where,
-                **self._floats(span),
-            }
-            rows.append(_row(span, cells))
-        return pa.concat_batches(rows) if len(rows) > 1 else rows[0]
-
-    def _floats(self, span: _Span) -> dict[str, Any]:
-        routes, part = span.routes, slice(span.start, span.end)
-        cells: dict[str, Any] = {}
-        if routes.weights is not None and routes.weighted[part].any() and self._order:
-            cells["weights"] = [encode_split(routes.weights[part])]
-        if routes.margin is not None:
-            cells["margin"] = [encode_split(routes.margin[part])]
-        return cells
-
-
-def _even(routes: Routes, start: int, end: int) -> list[tuple[int, int]]:
-    """The range, cut where positions with combine weights meet positions without."""
-    known = np.flatnonzero(routes.valid[start:end].any(axis=1))
-    if not len(known):
-        return [(start, end)]
-    weighted = routes.weighted[start:end].any(axis=1)[known]
-    cuts = [start, *(start + known[1:][np.diff(weighted.astype(np.int8)) != 0]), end]
-    return [(int(a), int(b)) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
-
-
-def _cut(span: _Span, start: int, end: int, *, first: bool) -> _Span:
-    merged = _merged(span.merged, start, end)
-    last = span.last and not first
-    return _Span(span.sequence, span.role, span.routes, merged, start, end, last)
-
-
-def _merged(rows: list[dict[str, Any]], start: int, end: int) -> list[dict[str, Any]]:
-    """The recorded fragments that reach into [start, end), cut to it."""
-    found = []
-    for row in rows:
-        for piece in row.get("merged") or [row]:
-            low, high = max(piece["start"], start), min(piece["start"] + piece["n"], end)
-            if low < high:
-                kept = {name: piece[name] for name in ("step", "weight_version")}
-                found.append({"start": low, "n": high - low, **kept})
-    return found
-
-
-def _plain(span: _Span) -> dict[str, Any]:
-    routes, part = span.routes, slice(span.start, span.end)
-    cells: dict[str, Any] = {
-        "encoding": "plain",
-        "ids": [codecs.encode_plain(routes.ids[part], routes.num_experts)],
-        "valid": [codecs.encode_bits(routes.valid[part])],
-    }
-    if routes.weights is not None and routes.weighted[part].any():
-        cells["weights"] = [codecs.encode_floats(routes.weights[part])]
-    if routes.margin is not None:
-        cells["margin"] = [codecs.encode_floats(routes.margin[part])]
-    return cells
-
-
-def _row(span: _Span, cells: Mapping[str, Any]) -> pa.RecordBatch:
-    schema = TAPE_TABLES["routes"]
-    routes = span.routes
-    versions = {piece["weight_version"] for piece in span.merged}
-    steps = [piece["step"] for piece in span.merged if piece["step"] is not None]
-    missing = [list(entry) for entry in routes.missing] if span.last else []
-    return make_batch(
-        "routes",
-        schema,
-        {
-            **_key_columns(span.sequence.key),
-            "start": span.start,
-            "n": span.end - span.start,
-            "role": span.role,
-            "step": min(steps) if steps else None,
-            "weight_version": versions.pop() if len(versions) == 1 else None,
-            "layers": [np.asarray(routes.layers, np.int32)],
-            "k": routes.ids.shape[2],
-            "num_experts": routes.num_experts,
-            "missing": json.dumps(missing) if missing else None,
-            "merged": pa.array([span.merged], schema.field("merged").type),
-            **cells,
-        },
-    )
+def _ascending(counts: np.ndarray, ids: np.ndarray) -> bool:
+    """Whether the ids of every position ascend; only those have a short form."""
+    falls = np.diff(ids.astype(np.int64)) <= 0
+    edges = np.cumsum(counts)
+    falls[edges[(edges > 0) & (edges < len(ids))] - 1] = False
+    return not falls.any()

@@ -185,7 +185,7 @@ class Follower:
                     cursor.skip -= 1
                 else:
                     batch = _decode(data[at : at + length], cursor.schema)
-                    yield _conform(batch, TAPE_TABLES[table], f"{self.place}/{name}")
+                    yield _conform(batch, TAPE_TABLES[table])
                 at += length
                 cursor.offset = start + at
         except (DamagedShardError, pa.ArrowException, OSError, ValueError):

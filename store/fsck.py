@@ -1,7 +1,7 @@
 """Checks every byte and every join of a tape, and repairs what can be repaired.
 
-Nothing that was written is ever thrown away: a damaged shard moves to `damaged/`, its intact batches
-go into a new shard, and what is lost is said in the `events` table.
+Nothing that was written is ever thrown away: a damaged shard moves to `damaged/`, its intact
+batches go into a new shard, and what is lost is said in the `events` table.
 """
 
 from __future__ import annotations
@@ -16,20 +16,28 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rolltape.store.errors import DamagedShardError, RolltapeError
+from rolltape.store.errors import DamagedShardError, NotATapeError, RolltapeError
 from rolltape.store.keys import token_digest
 from rolltape.store.places import LocalPlace, ObjectPlace, place_of
-from rolltape.store.readers import SealedShard, finished_name
+from rolltape.store.readers import BrokenShard, SealedShard, Shard, finished_name
 from rolltape.store.rollups import count
 from rolltape.store.schema import DERIVED_TABLES, TAPE_TABLES
-from rolltape.store.seal import recover, seal
+from rolltape.store.seal import (
+    DAMAGED,
+    exclusive,
+    recover,
+    seal_now,
+    set_aside,
+    write_shard,
+)
 from rolltape.store.sequences import LOGPROBS, Sequence, Tape
-from rolltape.store.shards import LIVE, format_version, is_locked, shard_names
-from rolltape.store.tape import SEAL, read_seal, seal_problems
+from rolltape.store.shards import LIVE, TEMPORARY, UNSEALED, format_version, is_locked, shard_names
+from rolltape.store.tape import SEAL, kind_of, read_seal, seal_problems
 from rolltape.store.writer import TapeWriter
 
-DAMAGED = "damaged"
 _SHOWN = 20
+#: A temporary file this old has no writer: nothing is under such a name for longer than a write.
+STRAY_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Finding:
     """One thing that is wrong.
 
     Args:
-        code: damaged | missing | dead | stray | unsealed | content | index.
+        code: damaged | missing | dead | stray | unsealed | content | index | seal.
         where: file, or sequence.
         text: what is wrong.
         repair: what `--repair` does about it; empty if nothing can be done.
@@ -92,8 +100,20 @@ def fsck(
         NotATapeError: it is not a tape.
     """
     place = place_of(tape, storage_options)
+    if kind_of("", place) == "report":
+        raise NotATapeError(f"{place} is a report", hint="it can be made again from its tapes")
+    if not repair:
+        return _fsck(place, repair=False)
+    with exclusive(place):
+        return _fsck(place, repair=True)
+
+
+def _fsck(place: LocalPlace | ObjectPlace, *, repair: bool) -> Checked:
+    findings = list(_seal_file(place, repair))
+    if findings and not repair:  # no reader can open it like this
+        return Checked(0, 0, 0, (), tuple(findings))
     Tape(place, skip_damaged=True)  # raises unless it is one
-    findings = [*_strays(place, repair), *_dead(place, repair)]
+    findings += [*_strays(place, repair), *_dead(place, repair)]
     shards = size = 0
     live: list[str] = []
     broken: list[str] = []
@@ -118,18 +138,39 @@ def fsck(
     return Checked(shards, size, sequences, tuple(live), tuple(findings))
 
 
+def _seal_file(place: LocalPlace | ObjectPlace, repair: bool) -> Iterator[Finding]:
+    """A seal that cannot be read: it only lists what is there, and can be written anew."""
+    try:
+        read_seal(place)
+    except NotATapeError as error:
+        if repair:
+            place.put(f"{DAMAGED}/{SEAL}", place.read(SEAL))
+            place.remove(SEAL)
+        yield Finding("seal", SEAL, str(error), f"set aside in {DAMAGED}/, sealed anew", repair)
+
+
 def _strays(place: LocalPlace | ObjectPlace, repair: bool) -> Iterator[Finding]:
     """Files under a name that was to be temporary."""
-    for folder in ["", *place.folders()]:
-        for file in place.files(folder):
-            if not file.startswith("."):
-                continue
+    if not isinstance(place, LocalPlace):
+        return
+    for folder in ["", *TAPE_TABLES, DAMAGED]:
+        for file in sorted(place.files(folder)):
             name = f"{folder}/{file}".lstrip("/")
-            if isinstance(place, LocalPlace) and is_locked(place.path / name):
+            if not _is_stray(place, name, file):
                 continue
             if repair:
                 place.remove(name)
             yield Finding("stray", name, "left by a writer that died", "removed", repair)
+
+
+def _is_stray(place: LocalPlace, name: str, file: str) -> bool:
+    if TEMPORARY.fullmatch(file) is None or is_locked(place.path / name):
+        return False
+    try:
+        written = (place.path / name).stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return time.time() - written > STRAY_SECONDS
 
 
 def _dead(place: LocalPlace | ObjectPlace, repair: bool) -> Iterator[Finding]:
@@ -142,9 +183,9 @@ def _dead(place: LocalPlace | ObjectPlace, repair: bool) -> Iterator[Finding]:
             text = f"its writer died: {entry['rows']} rows{torn}"
             yield Finding("dead", str(entry["shard"]), text, "finished", True)
         return
-    for table in place.folders():
+    for table in TAPE_TABLES:
         for file in shard_names(place.files(table)):
-            if file.endswith(LIVE) and not is_locked(place.path / table / file):
+            if UNSEALED.fullmatch(file) and not is_locked(place.path / table / file):
                 yield Finding("dead", f"{table}/{file}", "its writer died", "finish it")
 
 
@@ -167,51 +208,79 @@ def _damaged(
 ) -> Finding:
     intact, lost = _salvage(place, table, file)
     rows = sum(batch.num_rows for batch in intact)
-    text = f"{problem}; {len(intact)} batches with {rows} rows are intact, {lost or 'no'} others"
+    others = "an unknown number of" if lost is None else lost or "no"
+    text = f"{problem}; {len(intact)} batches with {rows} rows are intact, {others} others"
+    where = f"{table}/{file}"
     if repair:
-        with TapeWriter(place) as writer:
-            if table not in DERIVED_TABLES:
-                for batch in intact:
-                    writer.write_batch(table, batch)
-            detail = {"reason": "damaged shard", "shard": f"{table}/{file}", "rows_kept": rows}
-            row = {"writer": writer.id, "t_ns": time.time_ns(), "kind": "gap"}
-            writer.append("events", {**row, "detail": json.dumps(detail)})
-        place.put(f"{DAMAGED}/{table}-{file}", place.read(f"{table}/{file}"))
-        place.remove(f"{table}/{file}")
+        # a kill in between leaves what is there already to be done again, with the same result
+        set_aside(place, table, file)
+        kept = None
+        if table not in DERIVED_TABLES:
+            if lost != 0:
+                _note_gap(place, {"reason": "damaged shard", "shard": where, "rows_kept": rows})
+            if intact:
+                kept = write_shard(place, table, file, intact)
+        if kept != file:  # else it could be restored as it was
+            place.remove(where)
     action = f"set aside in {DAMAGED}/, intact rows kept"
-    return Finding("damaged", f"{table}/{file}", text, action, repair)
+    return Finding("damaged", where, text, action, repair)
 
 
 def _salvage(
     place: LocalPlace | ObjectPlace, table: str, file: str
 ) -> tuple[list[pa.RecordBatch], int | None]:
     """Batches of a damaged shard that are what was written, and how many are not."""
-    intact: list[pa.RecordBatch] = []
-    try:
-        shard = SealedShard(place, table, file, whole=False)
-    except (DamagedShardError, FileNotFoundError):
-        return intact, None
-    lost = 0
-    for number in range(shard.batches):
+    best: tuple[list[pa.RecordBatch], int | None] = [], None
+    for open_ in (_by_footer, _by_messages):
         try:
-            intact.append(shard.read(number, TAPE_TABLES[table]))
-        except DamagedShardError:
-            lost += 1
-    shard.close()
-    return intact, lost
+            shard, known = open_(place, table, file)
+        except (DamagedShardError, FileNotFoundError):
+            continue
+        intact = []
+        for number in range(shard.batches):
+            try:
+                intact.append(shard.read(number, shard.schema))
+            except DamagedShardError:
+                continue
+        shard.close()
+        lost = shard.batches - len(intact) if known else None
+        if len(intact) > len(best[0]) or (best[1] is None and known):
+            best = intact, lost
+    return best
+
+
+def _by_footer(place: LocalPlace | ObjectPlace, table: str, file: str) -> tuple[Shard, bool]:
+    return SealedShard(place, table, file, whole=False), True
+
+
+def _by_messages(place: LocalPlace | ObjectPlace, table: str, file: str) -> tuple[Shard, bool]:
+    shard = BrokenShard(place, table, file)
+    return shard, not shard.torn
+
+
+def _note_gap(place: LocalPlace | ObjectPlace, detail: dict[str, Any]) -> None:
+    """Record a loss, unless a repair that was cut short has done so."""
+    known = [row["detail"] for row in Tape(place, skip_damaged=True).rows("events")]
+    text = json.dumps(detail)
+    if text in known:
+        return
+    with TapeWriter(place) as writer:
+        row = {"writer": writer.id, "t_ns": time.time_ns(), "kind": "gap", "detail": text}
+        writer.append("events", row)
 
 
 def _missing(place: LocalPlace | ObjectPlace, broken: list[str], repair: bool) -> Iterator[Finding]:
     for problem in seal_problems(place, read_seal(place)):
         if any(name in problem for name in broken):
             continue
-        if repair and "missing" in problem:
-            with TapeWriter(place) as writer:
-                detail = {"reason": "missing shard", "problem": problem.rpartition("/")[2]}
-                row = {"writer": writer.id, "t_ns": time.time_ns(), "kind": "gap"}
-                writer.append("events", {**row, "detail": json.dumps(detail)})
+        name = problem.partition(": ")[0].removeprefix(f"{place}/")
+        if name.partition("/")[0] in DERIVED_TABLES:
+            yield Finding("index", name, problem, "written anew", repair)
+            continue
+        if repair and name.partition("/")[2] not in place.files(name.partition("/")[0]):
+            _note_gap(place, {"reason": "missing shard", "shard": name})
         action = "sealed without it, the loss is recorded"
-        yield Finding("missing", problem.partition(":")[0], problem, action, repair)
+        yield Finding("missing", name, problem, action, repair)
 
 
 def _contents(tape: Tape) -> list[Finding]:
@@ -281,7 +350,7 @@ def _sealing(
     if stale:
         yield Finding("index", SEAL, stale, "written anew", repair)
     if repair and (changed or known is None or extra or stale):
-        seal(place)
+        seal_now(place, "tape")
 
 
 def _index_problem(place: LocalPlace | ObjectPlace, known: dict[str, Any]) -> str:

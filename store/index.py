@@ -73,7 +73,8 @@ class Grouping:
 
     def per_row(self) -> np.ndarray:
         """int64 [rows], the code of each row."""
-        return self.codes[self.of]
+        codes: np.ndarray = self.codes[self.of]
+        return codes
 
 
 class Index:
@@ -104,13 +105,15 @@ class Index:
         offsets = derived_table(self._folder, "offsets")
         shards = [str(e["shard"]) for e in (self._folder.seal or {}).get("shards", [])]
         known = int(str(seal_index.get("covers", 0)))
-        if known > len(shards) or _outside(offsets, known, len(rollups)):
+        columns = (rollups.column(c).to_pylist() for c in KEY_COLUMNS)
+        codes = {Key(*row): i for i, row in enumerate(zip(*columns, strict=True))}
+        batches = [e.get("batches") for e in (self._folder.seal or {}).get("shards", [])][:known]
+        if len(codes) != len(rollups) or _outside(offsets, batches, len(rollups)):
             raise DamagedShardError(
                 f"{self._folder.place}/offsets points to shards or sequences that are not there",
                 hint="`rolltape fsck --repair` writes it anew",
             )
-        columns = (rollups.column(c).to_pylist() for c in KEY_COLUMNS)
-        self.codes = {Key(*row): i for i, row in enumerate(zip(*columns, strict=True))}
+        self.codes = codes
         self._covered = {(s.partition("/")[0], s.partition("/")[2]) for s in shards[:known]}
         self._shards = shards
         self._stored = {"rollups": rollups, "offsets": offsets}
@@ -187,9 +190,7 @@ class Index:
             *(columns[n][keep] for n in ("batch", "rows", "start", "end")),
         )
 
-    def walk(
-        self, table: str, columns: Iterable[str]
-    ) -> Iterator[tuple[pa.RecordBatch, Grouping]]:
+    def walk(self, table: str, columns: Iterable[str]) -> Iterator[tuple[pa.RecordBatch, Grouping]]:
         """Every batch of a table with its rows by sequence; its entries are noted on the way.
 
         Args:
@@ -265,15 +266,19 @@ def _stacked(files: list[str], found: list[np.ndarray]) -> Entries:
     return Entries(files, *columns.T)
 
 
-def _outside(offsets: pa.Table, shards: int, sequences: int) -> bool:
-    if not len(offsets):
-        return False
-    low = min(pc.min(offsets.column(c)).as_py() for c in ("shard", "sequence", "batch"))
-    return bool(
-        low < 0
-        or pc.max(offsets.column("shard")).as_py() >= shards
-        or pc.max(offsets.column("sequence")).as_py() >= sequences
+def _outside(offsets: pa.Table, batches: list[int | None], sequences: int) -> bool:
+    """Whether some offset is of a sequence, shard or batch that the seal does not know."""
+    sequence, shard, batch = (
+        offsets.column(name).to_numpy() for name in ("sequence", "shard", "batch")
     )
+    low = min(int(values.min(initial=0)) for values in (sequence, shard, batch))
+    if low < 0 or int(sequence.max(initial=-1)) >= sequences:
+        return True
+    if int(shard.max(initial=-1)) >= len(batches):
+        return True
+    # of a shard that was damaged when it was sealed the number of batches is not known
+    known = np.array([np.iinfo(np.int32).max if n is None else n for n in batches], np.int64)
+    return bool((batch >= known[shard]).any())
 
 
 def _merged(files: list[str], parts: list[Entries | None]) -> Entries:

@@ -18,6 +18,9 @@ MOST_PER_BYTE = 1_000
 #: Most rows of one batch: also columns that a file does not have take memory, as nulls.
 MOST_ROWS = 1 << 22
 
+#: What is wrong with the end of a file whose writer died: it is a part of what was to be there.
+CUT_OFF = "cut off"
+
 _CONTINUATION = b"\xff\xff\xff\xff"
 _RECORD_BATCH = 3  # MessageHeader
 
@@ -147,17 +150,17 @@ def message_size(data: memoryview) -> int:
         DamagedShardError: it is cut off, or not a message.
     """
     if len(data) < 8:
-        raise DamagedShardError("cut off")
+        raise DamagedShardError(CUT_OFF)
     if bytes(data[:4]) != _CONTINUATION:
         raise DamagedShardError("not an Arrow message")
     length = _unpack("<i", data, 4)
     if length == 0:
         return 0
     if length < 0 or 8 + length > len(data):
-        raise DamagedShardError("cut off")
+        raise DamagedShardError(CUT_OFF)
     body = _Table.root(data[8 : 8 + length]).scalar(3, "<q")
     if body < 0 or 8 + length + body > len(data):
-        raise DamagedShardError("cut off")
+        raise DamagedShardError(CUT_OFF)
     return 8 + length + body
 
 

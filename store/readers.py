@@ -252,9 +252,11 @@ class LiveShard(Shard):
     A torn tail is normal after a kill: `torn` is its size, `reason` what is wrong with it.
     """
 
+    names = UNSEALED
+
     def __init__(self, place: Place, table: str, file: str) -> None:
         super().__init__(place, table, file)
-        if UNSEALED.fullmatch(file) is None:
+        if self.names.fullmatch(file) is None:
             raise DamagedShardError(f"{self.name}: not the name of a shard")
         self._source = place.open(f"{table}/{file}")
         self.nbytes = self._source.size()
@@ -270,6 +272,8 @@ class LiveShard(Shard):
         view = memoryview(data)
         if bytes(view[: len(MAGIC)]) != MAGIC:
             self.torn, self.reason = self.nbytes, "no Arrow magic at the start"
+            if MAGIC.startswith(bytes(view[: len(MAGIC)])):
+                self.reason = messages.CUT_OFF
             return
         at = len(MAGIC)
         try:
@@ -305,6 +309,12 @@ class LiveShard(Shard):
     def close(self) -> None:
         """Let go of the file."""
         self._source.close()
+
+
+class BrokenShard(LiveShard):
+    """A finished shard whose footer cannot be read, taken as far as it is intact."""
+
+    names = SEALED
 
 
 def open_shard(
@@ -343,7 +353,7 @@ def _conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
             raise DamagedShardError(f"column {field.name} is there {len(found)} times")
         if found:
             column = batch.column(found[0])
-            # another type would have to be made from this one, at a cost that its bytes do not show
+            # a cast from another type may cost more memory than the bytes in the file show
             if not _alike(column.type, field.type):
                 raise DamagedShardError(f"column {field.name} is {column.type}, not {field.type}")
             columns.append(column.cast(field.type))

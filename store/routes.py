@@ -46,7 +46,7 @@ class Routes:
 
 
 #: Gives the block of a packed fragment: (row of `routes`, columns of layers or None for all).
-Unpack = Callable[[Mapping[str, Any], "tuple[int, ...] | None"], PackedBlock]
+Unpack = Callable[[Any, "tuple[int, ...] | None"], PackedBlock]
 
 
 def join_routes(
@@ -137,10 +137,14 @@ def _decode(
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Ids [n, layers, k] of a fragment, where they are valid, and whether slots are in order."""
     n, width, k, experts = row["n"], len(row["layers"]), row["k"], row["num_experts"]
-    if row["encoding"] == "plain":
+    if row["encoding"] in ("plain", "rows"):
         if row["ids"] is None:
             raise SchemaError(f"{where}: no ids")
-        ids = codecs.decode_plain(row["ids"], n, width, k, experts, columns)
+        if row["encoding"] == "plain":
+            ids = codecs.decode_plain(row["ids"], n, width, k, experts, columns)
+        else:
+            ids = codecs.decode_rows(row["ids"], (n, width, k), experts)
+            ids = ids if columns is None else ids[:, list(columns)]
         valid = codecs.decode_bits(row["valid"], (n, width), field=where)
         return ids, valid if columns is None else valid[:, list(columns)], True
     if row["encoding"] != "packed":

@@ -2,61 +2,135 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from rolltape.store.errors import DamagedShardError, NotATapeError
+from rolltape.store.errors import DamagedShardError, NotATapeError, StorageError
+from rolltape.store.messages import CUT_OFF
 from rolltape.store.places import LocalPlace, ObjectPlace, place_of
 from rolltape.store.readers import LiveShard, SealedShard, finished_name
 from rolltape.store.rollups import write_index
 from rolltape.store.schema import DERIVED_TABLES, REPORT_TABLES, TAPE_TABLES
-from rolltape.store.shards import LIVE, ShardWriter, format_version, is_locked, shard_names
+from rolltape.store.shards import (
+    LIVE,
+    UNSEALED,
+    ObjectShardWriter,
+    ShardWriter,
+    format_version,
+    is_locked,
+    shard_names,
+)
 from rolltape.store.tape import REPORT_HEADER, SEAL, TAPE_HEADER, kind_of, read_seal
 from rolltape.store.writer import put_json
+
+#: Folder for what was damaged; readers do not look there.
+DAMAGED = "damaged"
+#: How long a second sealer waits for the first.
+_LOCK_SECONDS = 60.0
 
 
 def recover(root: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Finish the live shards whose writers are dead.
 
-    The intact batches of each go into a sealed shard beside it; the live file is then removed.
+    The intact batches of each go into a sealed shard beside it; the live file is then removed. If
+    it is damaged, and not only cut off, it goes to `damaged/`.
 
     Returns:
         One dict a recovered shard: `shard`, `rows`, `torn` bytes, `reason`.
+
+    Raises:
+        StorageError: no room. What is there stays.
     """
     place = LocalPlace(Path(root))
     found = []
-    for table in place.folders():
+    for table in sorted({*TAPE_TABLES, *REPORT_TABLES}):
         files = place.files(table)
         for file in shard_names(files):
             path = place.path / table / file
-            if not file.endswith(LIVE) or is_locked(path):
+            if UNSEALED.fullmatch(file) is None or is_locked(path):
                 continue
             shard = LiveShard(place, table, file)
             batches = [shard.read(i, shard.schema) for i in range(shard.batches)]
             if batches and finished_name(list(files), file) is None:
-                _finish_for(path, batches)
+                write_shard(place, table, file, batches)
             shard.close()
-            path.unlink(missing_ok=True)
+            if shard.torn and shard.reason != CUT_OFF:
+                set_aside(place, table, file)
+            place.remove(f"{table}/{file}")
             rows = sum(b.num_rows for b in batches)
             name = f"{table}/{file}"
             found.append({"shard": name, "rows": rows, "torn": shard.torn, "reason": shard.reason})
     return found
 
 
-def _finish_for(path: Path, batches: list[pa.RecordBatch]) -> None:
-    """Write the finished shard of a live one, under its name and number."""
-    writer, number = path.name.removesuffix(LIVE).split("-")
+def write_shard(
+    place: LocalPlace | ObjectPlace, table: str, file: str, batches: list[pa.RecordBatch]
+) -> str:
+    """Write a finished shard under the writer and number of another; returns its name.
+
+    The same batches give the same name, so that it may be done twice.
+
+    Args:
+        place: the tape.
+        table: name of the table.
+        file: name of the shard that it takes the place of.
+        batches: at least one.
+    """
+    writer, number = file.partition(".")[0].split("-")[:2]
+    schema = batches[0].schema
+    if not isinstance(place, LocalPlace):
+        remote = ObjectShardWriter(place, table, writer=writer, number=int(number), schema=schema)
+        for batch in batches:
+            remote.write(batch)
+        return remote.close()
     shard = ShardWriter(
-        path.parent, writer=writer, number=int(number), schema=batches[0].schema, hidden=True
+        place.path / table, writer=writer, number=int(number), schema=schema, hidden=True
     )
-    for batch in batches:
-        shard.write(batch)
-    shard.close()
+    try:
+        for batch in batches:
+            shard.write(batch)
+        return shard.close()
+    except StorageError:
+        shard.abandon()
+        shard.path.unlink(missing_ok=True)
+        raise
+
+
+def set_aside(place: LocalPlace | ObjectPlace, table: str, file: str) -> None:
+    """Put a copy of a damaged file into `damaged/`."""
+    place.put(f"{DAMAGED}/{table}-{file}", place.read(f"{table}/{file}"))
+
+
+@contextlib.contextmanager
+def exclusive(place: LocalPlace | ObjectPlace) -> Iterator[None]:
+    """One sealer or repairer at a time, in a folder. An object store has no locks.
+
+    Raises:
+        StorageError: another one did not end.
+    """
+    if not isinstance(place, LocalPlace):
+        yield
+        return
+    header = TAPE_HEADER if place.exists(TAPE_HEADER) else REPORT_HEADER
+    end = time.monotonic() + _LOCK_SECONDS
+    with open(place.path / header, "rb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > end:
+                    text = f"{place}: another process is sealing it and does not end"
+                    raise StorageError(text) from error
+                time.sleep(0.05)
+        yield
 
 
 def seal(
@@ -83,6 +157,18 @@ def seal(
     kind = kind_of("", place)
     if kind is None:
         raise NotATapeError(f"{place}: neither {TAPE_HEADER} nor {REPORT_HEADER} there")
+    with exclusive(place):
+        return seal_now(place, kind, status=status, index=index)
+
+
+def seal_now(
+    place: LocalPlace | ObjectPlace,
+    kind: str,
+    *,
+    status: Mapping[str, Any] | None = None,
+    index: bool = True,
+) -> dict[str, Any]:
+    """`seal` for a caller that has `exclusive`; `kind` is tape or report."""
     recovered = recover(place.path) if isinstance(place, LocalPlace) else []
     former = read_seal(place) or {}
     known = {entry["shard"]: entry for entry in former.get("shards", [])}
@@ -96,7 +182,7 @@ def seal(
             name = f"{table}/{file}"
             if file.endswith(LIVE):
                 live.append(name)
-            elif name in known:
+            elif name in known and known[name]["bytes"] == files[file]:
                 shards.append({"version": 1, **known[name]})
             else:
                 entry = {"shard": name, "bytes": files[file], "version": version}
@@ -113,7 +199,7 @@ def seal(
     }
     put_json(place, SEAL, content)
     if index and kind == "tape":
-        content = add_index(place, content)
+        content = add_index(place, content, former)
     return content
 
 
@@ -130,20 +216,26 @@ def _batches(place: LocalPlace | ObjectPlace, table: str, file: str) -> dict[str
 
 
 def add_index(
-    place: LocalPlace | ObjectPlace, content: Mapping[str, Any] | None = None
+    place: LocalPlace | ObjectPlace,
+    content: Mapping[str, Any] | None = None,
+    former: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write roll-ups and offsets of a sealed tape, and its seal anew with their names.
 
     Args:
         place: the tape.
         content: its seal, None to read it.
+        former: the seal before that; in an object store only its index is removed, since somebody
+            else may be writing one.
     """
     seal = dict(content if content is not None else read_seal(place) or {})
     seal["index"] = write_index(place)
     put_json(place, SEAL, seal)
+    keep = {entry["shard"] for entry in seal["index"]["shards"]}
+    old = {entry["shard"] for entry in ((former or {}).get("index") or {}).get("shards", [])}
     for table in DERIVED_TABLES:
-        keep = {entry["shard"] for entry in seal["index"]["shards"]}
         for file in place.files(table):
-            if f"{table}/{file}" not in keep:
-                place.remove(f"{table}/{file}")
+            name = f"{table}/{file}"
+            if name not in keep and (name in old or isinstance(place, LocalPlace)):
+                place.remove(name)
     return seal

@@ -15,11 +15,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltape.store import codecs
+from rolltape.store.cells import Cells, Fragment
 from rolltape.store.columns import Masked
 from rolltape.store.distributions import Distributions, join_distributions
 from rolltape.store.errors import SchemaError, UsageError
 from rolltape.store.flat import flat_rows, table_rows
-from rolltape.store.index import KEY_COLUMNS, Index, grouped
+from rolltape.store.index import KEY_COLUMNS, Index
 from rolltape.store.keys import Key
 from rolltape.store.packed import PackedBlock, decode_block
 from rolltape.store.places import LocalPlace, ObjectPlace, Place, place_of
@@ -32,8 +33,10 @@ from rolltape.store.tape import TAPE_HEADER, Folder
 
 LOGPROBS = ("processed", "scaled", "raw")
 
-# decoded blocks of packed routes, so that the sequences of a block do not each decode it
-_BLOCK_BYTES = 96 << 20
+# A reader holds at most this much: batches that were read last, and decoded blocks of packed
+# routes, so that the sequences of a block do not each decode it.
+_BATCH_BYTES = 64 << 20
+BLOCK_BYTES = 96 << 20
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,12 @@ class Sequence:
             )
         return Sequence(self.tape, self.key, self.length, (start, stop))
 
-    def _rows(self, table: str) -> list[dict[str, Any]]:
+    def _rows(self, table: str) -> list[Fragment]:
         whole = self.span == (0, self.length)
         return self.tape.fragments(table, self.key, None if whole else self.span)
 
     @cached_property
-    def _tokens(self) -> list[dict[str, Any]]:
+    def _tokens(self) -> list[Fragment]:
         return self._rows("tokens")
 
     @cached_property
@@ -122,6 +125,12 @@ class Sequence:
 
     def _joined(self, column: str, dtype: Any) -> Masked:
         begin, end = self.span
+        if len(self._tokens) == 1:  # the usual case after `compact`
+            cell = self._tokens[0][column]
+            if cell is not None and (self._tokens[0]["start"], len(cell)) == (begin, end - begin):
+                if isinstance(cell, Masked):
+                    return Masked(cell.values.astype(dtype), cell.valid.copy())
+                return Masked.full(cell.astype(dtype))
         out = Masked.empty(end - begin, dtype)
         for fragment in self._tokens:
             cell = fragment[column]
@@ -242,8 +251,8 @@ class Tape(Folder):
         )
         self.flat = flat_rows(self, columns)
         self._rollups: pa.Table | None = None
-        self._blocks: Cache[PackedBlock] = Cache(_BLOCK_BYTES)
-        self._groups: Cache[dict[Key, np.ndarray]] = Cache(_BLOCK_BYTES // 8)
+        self._blocks: Cache[PackedBlock] = Cache(BLOCK_BYTES)
+        self._cells: Cache[Cells] = Cache(_BATCH_BYTES)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (self.place, self.skip_damaged, self.version, self.schema.names)
@@ -441,33 +450,34 @@ class Tape(Folder):
 
     def _found(
         self, table: str, key: Key, span: tuple[int, int] | None
-    ) -> Iterator[tuple[str, int, pa.RecordBatch, np.ndarray]]:
+    ) -> Iterator[tuple[str, int, Cells, np.ndarray]]:
         """(file, batch number, batch, rows in it) of a sequence, in written order."""
         start, stop = span if span is not None else (None, None)
         for file, number in self.index.find(table, key, start, stop):
-            batch = None
             with self.damage():
-                batch = self.batch(table, file, number)
-            if batch is None:
-                continue
+                cells = self.cells(table, file, number)
+                rows = cells.rows.get(key)
+                if rows is not None:
+                    yield file, number, cells, rows
 
-            def group(batch: pa.RecordBatch = batch) -> tuple[dict[Key, np.ndarray], int]:
-                found = dict(grouped(batch))
-                return found, 200 * len(found) + 8 * batch.num_rows
+    def cells(self, table: str, file: str, number: int) -> Cells:
+        """One batch of a table, taken apart, kept for a while."""
 
-            rows = self._groups.get((table, file, number), group).get(key)
-            if rows is not None:
-                yield file, number, batch, rows
+        def make() -> tuple[Cells, int]:
+            cells = Cells(self.shard(table, file).read(number, self.schemas[table]))
+            return cells, cells.nbytes
+
+        return self._cells.get((table, file, number), make)
 
     def select(self, table: str, key: Key) -> pa.Table:
         """Rows of a keyed table that belong to one sequence."""
-        parts = [batch.take(rows) for _, _, batch, rows in self._found(table, key, None)]
+        parts = [cells.batch.take(rows) for _, _, cells, rows in self._found(table, key, None)]
         return pa.Table.from_batches(parts, self.schemas[table])
 
     def fragments(
         self, table: str, key: Key, span: tuple[int, int] | None = None
-    ) -> list[dict[str, Any]]:
-        """Those rows as dicts, list columns as `Masked` or numpy arrays.
+    ) -> list[Fragment]:
+        """Those rows, list columns as `Masked` or numpy arrays that must not be written to.
 
         In the order in which each writer wrote them: where spans overlap, the first is the record
         of what happened.
@@ -478,38 +488,32 @@ class Tape(Folder):
             span: only rows that reach into these positions.
         """
         out = []
-        for file, number, batch, rows in self._found(table, key, span):
-            if span is not None and "start" in batch.schema.names:
-                starts = batch.column("start").to_numpy()[rows]
-                ends = starts + batch.column("n").to_numpy()[rows]
-                rows = rows[(starts < span[1]) & (ends > span[0])]
-            names = batch.schema.names
-            columns = {name: _cells(batch.column(name), rows) for name in names}
-            for i, row in enumerate(rows):
-                cells = {name: cells[i] for name, cells in columns.items()}
-                out.append(cells)
-                if table == "routes" and cells["encoding"] == "packed":
-                    cells["_block"] = (file, number, int(row) - int(cells["back"] or 0))
+        for file, number, cells, rows in self._found(table, key, span):
+            found = [Fragment(cells, row, (file, number)) for row in rows.tolist()]
+            if span is not None:
+                found = [f for f in found if _reaches(f, span)]
+            out += found
         return out
 
-    def unpack(self, row: Mapping[str, Any], columns: tuple[int, ...] | None) -> PackedBlock:
+    def unpack(self, row: Fragment, columns: tuple[int, ...] | None) -> PackedBlock:
         """The block of a packed fragment of routes, decoded, kept for a while.
 
         Args:
             row: a fragment, from `fragments`.
             columns: indices of the layers that are wanted; None is all.
         """
-        file, number, at = row["_block"]
+        file, number = row.where
+        at = row.row - int(row["back"] or 0)
 
         def make() -> tuple[PackedBlock, int]:
-            batch = self.batch("routes", file, number)
+            cells = self.cells("routes", file, number)
             where = f"{self.place}/routes/{file}: batch {number}, row {at}"
-            if not 0 <= at < batch.num_rows:
+            if not 0 <= at < cells.batch.num_rows:
                 raise SchemaError(f"{where}: its block would stand outside the batch")
-            data = batch.column("ids")[at].as_buffer()
+            data = cells.column("ids")(at)
             if data is None:
                 raise SchemaError(f"{where}: no block there")
-            block = decode_block(memoryview(data).cast("B"), layers=columns)
+            block = decode_block(data, layers=columns)
             return block, block.ids.nbytes + block.valid.nbytes + block.token_ids.nbytes
 
         return self._blocks.get((file, number, at, columns), make)
@@ -549,31 +553,11 @@ def _again(place: Place, skip_damaged: bool, version: int | None, columns: list[
     return Tape(place, skip_damaged=skip_damaged, version=version, columns=columns)
 
 
-def _cells(column: pa.Array, rows: np.ndarray) -> list[Any]:
-    if pa.types.is_list(column.type) and pa.types.is_primitive(column.type.value_type):
-        return [_list_cell(column, int(row)) for row in rows]
-    if pa.types.is_binary(column.type):
-        # no copy: cells of routes are large
-        scalars = [column[int(row)] for row in rows]
-        return [memoryview(s.as_buffer()).cast("B") if s.is_valid else None for s in scalars]
-    values: list[Any] = column.take(pa.array(rows)).to_pylist()
-    return values
-
-
-def _list_cell(column: pa.Array, row: int) -> np.ndarray | Masked | None:
-    scalar = column[row]
-    if not scalar.is_valid:
-        return None
-    return _array(scalar.values)
-
-
-def _array(values: pa.Array) -> np.ndarray | Masked:
-    if values.null_count:
-        valid = values.is_valid().to_numpy(zero_copy_only=False)
-        zero = False if pa.types.is_boolean(values.type) else 0
-        return Masked(values.fill_null(zero).to_numpy(zero_copy_only=False), valid)
-    array: np.ndarray = values.to_numpy(zero_copy_only=False)
-    return array
+def _reaches(fragment: Fragment, span: tuple[int, int]) -> bool:
+    if "start" not in fragment:
+        return True
+    start = fragment["start"]
+    return bool(start < span[1] and start + fragment["n"] > span[0])
 
 
 def _place(

@@ -35,9 +35,8 @@ TAPE_HEADER = "tape.json"
 REPORT_HEADER = "report.json"
 SEAL = "seal.json"
 
-# A reader holds at most this much: files that are mapped, and batches that were read last.
+# A reader keeps at most so many bytes of files mapped.
 _OPEN_BYTES = 192 << 20
-_BATCH_BYTES = 64 << 20
 
 
 class Folder:
@@ -76,7 +75,6 @@ class Folder:
         self._files: dict[str, list[str]] = {}
         self._sealed = self._read_list()
         self._open: Cache[Shard] = Cache(_OPEN_BYTES, Shard.close)
-        self._batches: Cache[pa.RecordBatch] = Cache(_BATCH_BYTES)
         if self.seal is not None and not skip_damaged:
             check_seal(place, self.seal)
 
@@ -166,15 +164,6 @@ class Folder:
             return shard, shard.nbytes
 
         return self._open.get((table, file, whole), make)
-
-    def batch(self, table: str, file: str, number: int) -> pa.RecordBatch:
-        """One batch with all columns, kept for a while."""
-
-        def make() -> tuple[pa.RecordBatch, int]:
-            batch = self.shard(table, file).read(number, self.schemas[table])
-            return batch, batch.nbytes
-
-        return self._batches.get((table, file, number), make)
 
     def batches(
         self,

@@ -6,7 +6,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, overload
 
@@ -170,7 +170,10 @@ class TapeWriter:
         storage_options: see `rolltape.store.places.place_of`.
         commit_log: file to which a line is appended for each row of a table with positions, after
             the row is committed: JSON with table, key, start, n and `row_checksum`.
-        max_bytes: refuse to write when all shards of the tape together have this size.
+        max_bytes: refuse to write when all shards of the tape together have this size; events are
+            still written.
+        give_up: of an object store: asked before a put that failed is tried again; by default 60 s
+            are spent on each.
 
     Rows are buffered until 1 MiB or `flush()`. In a folder, what has been flushed is committed: it
     survives SIGKILL. In an object store rows are committed when their shard is put: at 8 MiB, 10 s
@@ -185,6 +188,7 @@ class TapeWriter:
         storage_options: Mapping[str, Any] | None = None,
         commit_log: str | os.PathLike[str] | None = None,
         max_bytes: int | None = None,
+        give_up: Callable[[], bool] | None = None,
     ) -> None:
         given = isinstance(root, LocalPlace | ObjectPlace)
         self.place: Place = root if given else place_of(root, storage_options)  # type: ignore[assignment,arg-type]
@@ -194,6 +198,7 @@ class TapeWriter:
         self.tables = TAPE_TABLES if kind == "tape" else REPORT_TABLES
         self.id = new_uuid()
         self._fsync = fsync
+        self._give_up = give_up
         self._log = _CommitLog(Path(commit_log)) if commit_log is not None else None
         self._limit = _Limit(self.place, max_bytes) if max_bytes is not None else None
         self._open: dict[str, ShardWriter | ObjectShardWriter] = {}
@@ -224,7 +229,8 @@ class TapeWriter:
 
     def flush(self) -> None:
         """Hand everything buffered to the operating system, or put what is old enough."""
-        for table in list(self._pending):
+        # events first: if there is no room they are what says so
+        for table in sorted(self._pending, key=lambda name: name != "events"):
             self._flush_table(table)
         self.put_due()
 
@@ -241,10 +247,23 @@ class TapeWriter:
         return any(isinstance(shard, ObjectShardWriter) for shard in self._open.values())
 
     def close(self) -> None:
-        """Flush, finish every shard and give it its final name."""
-        self.flush()
+        """Flush, finish every shard and give it its final name.
+
+        Raises:
+            StorageError: some could not be written; all others are finished.
+        """
+        problem: StorageError | TapeFullError | None = None
+        try:
+            self.flush()
+        except (StorageError, TapeFullError) as error:
+            problem = error
         for table in list(self._open):
-            self._close(table)
+            try:
+                self._close(table)
+            except StorageError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
     def abandon(self) -> None:
         """After an error: let go of the files, which stay live. What was committed is safe."""
@@ -270,7 +289,7 @@ class TapeWriter:
             self._write(table, batch.slice(start, rows))
 
     def _write(self, table: str, batch: pa.RecordBatch) -> None:
-        if self._limit is not None:
+        if self._limit is not None and table != "events":  # they say what is missing
             self._limit.check()
         if table not in self._open:
             self._open[table] = self._start(table)
@@ -302,7 +321,14 @@ class TapeWriter:
                 schema=schema,
                 fsync=self._fsync,
             )
-        return ObjectShardWriter(self.place, table, writer=self.id, number=number, schema=schema)
+        return ObjectShardWriter(
+            self.place,
+            table,
+            writer=self.id,
+            number=number,
+            schema=schema,
+            give_up=self._give_up,
+        )
 
     def _close(self, table: str) -> None:
         shard = self._open[table]

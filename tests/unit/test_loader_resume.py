@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from rolltape.store.errors import UsageError  # noqa: E402
 from rolltape.store.loader import TapeDataset, merge_state_dicts  # noqa: E402
-from rolltape.store.sampler import (  # noqa: E402
+from rolltape.store.loader.sampler import (  # noqa: E402
     BatchRule,
     Plan,
     Position,

@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 
 from rolltape import store
-from rolltape.store import DamagedShardError, NewerFormatError, NotATapeError, TapeExistsError
+from rolltape.store import (
+    DamagedShardError,
+    NewerFormatError,
+    NotATapeError,
+    StorageError,
+    TapeExistsError,
+)
 from rolltape.store.shards import LIVE, list_shards
 
 ROW = {
@@ -262,7 +268,7 @@ def test_a_sealing_that_was_cut_short_can_be_repeated(tmp_path: Path, monkeypatc
         real(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", unlink)
-    with pytest.raises(OSError, match="cut short"):
+    with pytest.raises(StorageError, match="cut short"):
         store.seal(root)
     monkeypatch.undo()
     assert len(list((root / "sequences").iterdir())) == 2, "the live shard and its finished twin"

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from rolltape.store.cells import Cells
 from rolltape.store.follow import Arrival, Follower, offsets_of
 from rolltape.store.index import grouped
 from rolltape.store.keys import Key
 from rolltape.store.places import Place
 from rolltape.store.readers import Cache
 from rolltape.store.schema import TAPE_TABLES
-from rolltape.store.sequences import _BLOCK_BYTES, Tape
+from rolltape.store.sequences import BLOCK_BYTES, Tape
 from rolltape.store.sequences import Sequence as TapeSequence
 
 STATE = "rolltape.follow/1"
@@ -76,7 +77,7 @@ class _Arrived(Tape):
         self.place = place
         self.schemas = TAPE_TABLES
         self._pending = pending
-        self._blocks = Cache(_BLOCK_BYTES)
+        self._blocks = Cache(BLOCK_BYTES)
         self._packed: weakref.WeakValueDictionary[tuple[str, int], pa.RecordBatch] = (
             weakref.WeakValueDictionary()
         )
@@ -93,14 +94,15 @@ class _Arrived(Tape):
         info["opened_ns"] = pending.opened_ns
         return info
 
-    def batch(self, table: str, file: str, number: int) -> pa.RecordBatch:
+    def cells(self, table: str, file: str, number: int) -> Cells:
         """A batch of routes that is still held."""
-        return self._packed[file, number]
+        return Cells(self._packed[file, number])
 
     def _found(
         self, table: str, key: Key, span: tuple[int, int] | None
-    ) -> Iterator[tuple[str, int, pa.RecordBatch, np.ndarray]]:
-        yield from self._pending[key].rows.get(table, [])
+    ) -> Iterator[tuple[str, int, Cells, np.ndarray]]:
+        for found in self._pending[key].rows.get(table, []):
+            yield found.file, found.number, Cells(found.batch), found.rows
 
 
 class Inbox:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rolltape.store.batches import Batch
 from rolltape.store.errors import UsageError
+from rolltape.store.loader.batches import Batch
 
 
 def verl_fields(

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from rolltape.store.batches import Sample, Wanted, read_sample
 from rolltape.store.errors import UsageError
-from rolltape.store.inbox import STATE, Inbox, Pending
-from rolltape.store.sampler import BatchRule, Filters
-from rolltape.store.source import Source
+from rolltape.store.loader.batches import Sample, Wanted, read_sample
+from rolltape.store.loader.inbox import STATE, Inbox, Pending
+from rolltape.store.loader.sampler import BatchRule, Filters
+from rolltape.store.loader.source import Source
 
 
 class Following:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rolltape.store.batches import SupportRows
 from rolltape.store.errors import UsageError
+from rolltape.store.loader.batches import SupportRows
 from rolltape.store.schema import SUPPORT_EXPLICIT, SUPPORT_FULL
 
 

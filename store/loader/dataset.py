@@ -1,16 +1,4 @@
-"""The trainer's dataloader over tapes.
-
-    data = TapeDataset("runs/a", max_tokens=16_384, layout="packed", columns=("logprobs", "routes"),
-                       shuffle=True, seed=1)
-    for epoch in range(3):
-        data.set_epoch(epoch)
-        for batch in DataLoader(data, batch_size=None, num_workers=4):
-            ...
-
-`Sequences` gives single sequences by number, `TapeDataset` batches of `rolltape.store.batches`.
-What an epoch gives and to whom is `rolltape.store.sampler`; a tape that is still being written is
-`rolltape.store.loader_follow`.
-"""
+"""What an epoch gives: `Sequences` by number and `TapeDataset` batch by batch."""
 
 from __future__ import annotations
 
@@ -23,23 +11,20 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from rolltape.store.batches import (
+from rolltape.store.errors import UsageError
+from rolltape.store.index import KEY_COLUMNS
+from rolltape.store.keys import Key
+from rolltape.store.loader.batches import (
     Batch,
     Layout,
     Sample,
     Side,
-    SupportRows,
     Wanted,
     collate,
     read_sample,
 )
-from rolltape.store.errors import UsageError
-from rolltape.store.follow import Follower
-from rolltape.store.index import KEY_COLUMNS
-from rolltape.store.keys import Key
-from rolltape.store.loader_follow import Following, FollowRun
-from rolltape.store.loader_logprobs import Renormalised, renormalised_logprobs
-from rolltape.store.sampler import (
+from rolltape.store.loader.following import Following, FollowRun
+from rolltape.store.loader.sampler import (
     BatchRule,
     Filters,
     Plan,
@@ -48,31 +33,13 @@ from rolltape.store.sampler import (
     Uneven,
     digest,
     make_plan,
-    merge_state_dicts,
     position_from,
     select,
     shuffled,
     state_of,
 )
+from rolltape.store.loader.source import Source, Uri
 from rolltape.store.sequences import Tape
-from rolltape.store.source import Source, Uri
-from rolltape.store.trainers import slime_fields, trl_fields, verl_fields
-
-__all__ = [
-    "Batch",
-    "Follower",
-    "Renormalised",
-    "Sample",
-    "Sequences",
-    "SupportRows",
-    "TapeDataset",
-    "collate",
-    "merge_state_dicts",
-    "renormalised_logprobs",
-    "slime_fields",
-    "trl_fields",
-    "verl_fields",
-]
 
 
 class Sequences(Dataset[Sample]):
@@ -86,7 +53,7 @@ class Sequences(Dataset[Sample]):
         layers: model layer numbers of the routes wanted, in that order (a pipeline rank's); None
             is all.
         storage_options: see `rolltape.store.open`.
-        filters: fields of `rolltape.store.sampler.Filters`: finish, min_length, max_length,
+        filters: fields of `rolltape.store.loader.sampler.Filters`: finish, min_length, max_length,
             min_version, max_version, max_staleness, current_version, exclude, partial_groups.
 
     Attributes:
