@@ -6,6 +6,7 @@ the layout and level that gave the smallest files of those that were tried: a ro
 by layer. What it gives back is compared bit for bit.
 """
 
+import dataclasses
 import functools
 import importlib
 import os
@@ -84,12 +85,13 @@ def copies(rollout: Rollout, count: int) -> Iterator[Rollout]:
             continue
         rng = np.random.default_rng(number)
         names = rng.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (len(layers), 1)), axis=1)
-        noisy = [
-            x + rng.normal(0, 1e-3, x.shape).astype(np.float32)
-            for x in (rollout.raw, rollout.processed)
-        ]
-        routes = names[layers, rollout.routes]
-        yield Rollout(rollout.tokens, rollout.loss_mask, *noisy, routes)
+        noise = rng.normal(0, 1e-3, (2, *rollout.raw.shape)).astype(np.float32)
+        yield dataclasses.replace(
+            rollout,
+            raw=rollout.raw + noise[0],
+            processed=rollout.processed + noise[1],
+            routes=names[layers, rollout.routes],
+        )
 
 
 def joined(rollout: Rollout, count: int) -> Rollout:
@@ -105,7 +107,7 @@ def joined(rollout: Rollout, count: int) -> Rollout:
         for x in (rollout.raw, rollout.processed)
     ]
     mask = np.broadcast_to(np.arange(tokens.shape[1]) >= prompt, tokens.shape)
-    return Rollout(tokens, mask, *scored, routes[:, :-1])
+    return Rollout(tokens, mask, scored[0], scored[1], routes[:, :-1])
 
 
 # -- the tape -----------------------------------------------------------------------------

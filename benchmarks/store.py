@@ -15,13 +15,11 @@ as the kernel counts it, mapped pages of files included; `base` is what the impo
 """
 
 import argparse
+import functools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +28,9 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 import peers
-import pyarrow as pa
-import zstandard
+import processes
 
 from rolltape import store
-from rolltape.store import codecs
 from rolltape.store.compact import compact
 
 TARGETS = {
@@ -45,174 +41,6 @@ TARGETS = {
     "random_ms plain": 10,
     "random_ms packed": 100,
 }
-PICKS = 200
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {"routes": "plain"},
-    "packed": {},
-    "packed sets": {"sets": True},
-}
-
-
-# -- what runs in a process of its own ------------------------------------------------------
-
-
-def read_all(sequence: store.Sequence) -> int:
-    """Every column of a sequence; the bytes of its route ids."""
-    for column in (sequence.tokens, sequence.loss_mask):
-        assert column.valid.all()
-    for name in ("raw", "processed"):
-        assert sequence.logprob(name).valid[-1]
-    routes = sequence.routes()
-    assert routes is not None and routes.valid[:-1].all()
-    return int(routes.ids[:-1].nbytes)
-
-
-def warm() -> None:
-    """What happens once a process: the first array makes pyarrow import pandas, if it is there."""
-    pa.array([0])
-
-
-def task_base(_: Path) -> dict[str, float]:
-    warm()
-    return {}
-
-
-def task_open(path: Path) -> dict[str, float]:
-    warm()
-    begin = time.perf_counter()
-    tape = store.open(path)
-    opened = time.perf_counter()
-    count = len(tape.keys())
-    listed = time.perf_counter()
-    tape.rollups()
-    rolled = time.perf_counter()
-    read_all(tape.sequence(tape.keys()[count // 2]))
-    first = time.perf_counter()
-    return {
-        "open_ms": 1e3 * (opened - begin),
-        "list_ms": 1e3 * (listed - opened),
-        "rollups_ms": 1e3 * (rolled - listed),
-        "first_sequence_ms": 1e3 * (first - rolled),
-    }
-
-
-def task_random(path: Path) -> dict[str, float]:
-    tape = store.open(path)
-    keys = tape.keys()
-    order = np.random.default_rng(0).permutation(len(keys))
-    picks = np.resize(order, PICKS + 20)
-    times = []
-    for i in picks:
-        begin = time.perf_counter()
-        read_all(tape.sequence(keys[i]))
-        times.append(1e3 * (time.perf_counter() - begin))
-    times = times[20:]  # the first ones load the index
-    return {"median": statistics.median(times), "p95": float(np.percentile(times, 95))}
-
-
-def task_iterate(path: Path) -> dict[str, float]:
-    warm()
-    begin = time.perf_counter()
-    total = sum(read_all(sequence) for sequence in store.open(path))
-    seconds = time.perf_counter() - begin
-    return {"seconds": seconds, "route_mb_s": total / 1e6 / seconds}
-
-
-def task_rollups(path: Path) -> dict[str, float]:
-    warm()
-    begin = time.perf_counter()
-    rows = store.open(path).rollups().num_rows
-    return {"seconds": time.perf_counter() - begin, "rows": rows}
-
-
-def task_routes(path: Path) -> dict[str, float]:
-    """MB/s of ids through `Sequence.routes()`: index, batches and checksums included."""
-    tape = store.open(path)
-    sequences = list(tape)
-    sequences[-1].routes()  # the index is there now
-    total, begin = 0, time.perf_counter()
-    for sequence in sequences:
-        routes = sequence.routes()
-        assert routes is not None
-        total += routes.ids[:-1].nbytes
-    return {"mb_s": total / 1e6 / (time.perf_counter() - begin)}
-
-
-def task_codec(_: Path) -> dict[str, float]:
-    """MB/s of ids of one thread: zstd as the shards have it, then `decode_plain`."""
-    rollout = peers.load()
-    n, layers, k = rollout.shape
-    compressor = zstandard.ZstdCompressor(level=1)
-    cells = [compressor.compress(codecs.encode_plain(r, peers.EXPERTS)) for r in rollout.routes]
-    decompressor = zstandard.ZstdDecompressor()
-    begin = time.perf_counter()
-    for cell in cells:
-        codecs.decode_plain(decompressor.decompress(cell), n, layers, k, peers.EXPERTS)
-    seconds = time.perf_counter() - begin
-    begin = time.perf_counter()
-    for cell in cells:
-        decompressor.decompress(cell)
-    alone = time.perf_counter() - begin
-    size = rollout.routes.nbytes / 1e6
-    return {"mb_s": size / seconds, "zstd_mb_s": size / alone}
-
-
-def task_write(path: Path, copies: int) -> dict[str, float]:
-    warm()
-    rollout = peers.load()
-    begin = time.perf_counter()
-    count = peers.write_tape(path, peers.copies(rollout, copies))
-    seconds = time.perf_counter() - begin
-    return {"seconds": seconds, "sequences": count}
-
-
-def task_compact(path: Path, out: Path, kind: str) -> dict[str, float]:
-    warm()
-    begin = time.perf_counter()
-    done = compact(path, out, **KINDS[kind])
-    return {
-        "seconds": time.perf_counter() - begin,
-        "route_rows": done.route_rows,
-        "route_bytes": done.route_bytes,
-    }
-
-
-TASKS: dict[str, Callable[..., dict[str, float]]] = {
-    name.removeprefix("task_"): function
-    for name, function in list(globals().items())
-    if name.startswith("task_")
-}
-
-
-def resident() -> dict[str, float]:
-    """MB: the highest resident set of this process, and what of it is there now."""
-    found = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name in ("VmHWM", "RssAnon", "RssFile"):
-            found[name] = int(value.split()[0]) * 1024 / 1e6
-    return {
-        "peak_mb": found["VmHWM"],  # not getrusage: that includes the parent before the exec
-        "private_mb_at_end": found["RssAnon"],
-        "mapped_mb_at_end": found["RssFile"],
-    }
-
-
-def fresh(task: str, *args: object, script: str = __file__) -> dict[str, float]:
-    """Run a task in a new process; what it returns, and its memory."""
-    command = [sys.executable, script, "--task", task, *map(str, args)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def run_task(tasks: dict[str, Callable[..., dict[str, float]]], words: list[str]) -> int:
-    """In the new process: NAME, then paths, numbers or words."""
-    name, *rest = words
-    args = [int(w) if w.isdecimal() else Path(w) if "/" in w else w for w in rest]
-    print(json.dumps(tasks[name](*args) | resident()))
-    return 0
-
 
 # -- the comparison -------------------------------------------------------------------------
 
@@ -226,7 +54,7 @@ def sizes(folder: Path) -> dict[str, Any]:
     peers.write_tape(recorded, [rollout])
     check_tape(recorded, rollout)
     bytes_["tape recorded"] = peers.size_of(recorded)
-    for kind, options in KINDS.items():
+    for kind, options in processes.KINDS.items():
         out = folder / kind.replace(" ", "-")
         done = compact(recorded, out, **options)
         bytes_[f"tape {kind}"] = peers.size_of(out)
@@ -278,6 +106,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def speeds(folder: Path, copies: int, repeat: int) -> dict[str, Any]:
     """Times and memory of reading and writing `copies` rollouts."""
+    fresh = functools.partial(processes.fresh, script=__file__)
     tapes = {kind: folder / f"large-{kind}" for kind in ("recorded", "plain", "packed")}
     memory = {"base": fresh("base", folder)}
     memory["write"] = fresh("write", tapes["recorded"], copies)
@@ -294,8 +123,8 @@ def speeds(folder: Path, copies: int, repeat: int) -> dict[str, Any]:
         memory[f"iterate {kind}"] = fresh("iterate", path)
         rounds = [fresh("random", path) for _ in range(repeat)]
         found["random_ms"][kind] = {
-            "median": spread([r["median"] for r in rounds]),
-            "p95": spread([r["p95"] for r in rounds]),
+            name: spread([r[name] for r in rounds])
+            for name in ("median", "p95", "cpu_median", "cpu_p95")
         }
         rounds = [fresh("open", path) for _ in range(repeat)]
         found["open"][kind] = {
@@ -322,8 +151,8 @@ def report(found: dict[str, Any]) -> None:
     size = found["tape_bytes"]["recorded"] / 1e6
     print(f"measured on {found['sequences']:,} sequences, {size:,.0f} MB as recorded:")
     for kind, times in found["random_ms"].items():
-        median, p95 = times["median"]["median"], times["p95"]["median"]
-        print(f"one sequence, {kind:8} {median:7.2f} ms, p95 {p95:.2f} ms")
+        median, p95, cpu = (times[n]["median"] for n in ("median", "p95", "cpu_median"))
+        print(f"one sequence, {kind:8} {median:7.2f} ms, p95 {p95:.2f} ms; processor {cpu:.2f} ms")
     for kind, times in found["open"].items():
         print(f"{kind:22} " + ", ".join(f"{n} {t['median']:.1f}" for n, t in times.items()))
     for name, speed in found["plain_decode_mb_s"].items():
@@ -341,7 +170,7 @@ def main() -> int:
     parser.add_argument("--task", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.task:
-        return run_task(TASKS, args.task)
+        return processes.run_task(processes.TASKS, args.task)
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="store-") as folder:
         found = sizes(Path(folder)) | speeds(Path(folder), args.copies, args.repeat)
     result = {"benchmark": "store", "copies": args.copies, **found, "targets": TARGETS}

@@ -184,8 +184,14 @@ def to_host(block: Block) -> Block:
     """Start copying a block to the host; `ready` of the result is what to wait for."""
     import torch
 
-    device = next(iter(block.small.values())).device if block.small else torch.device("cpu")
-    if device.type == "cpu":
+    held = [
+        *block.small.values(),
+        *(p.ids for p in block.routes),
+        *(p.hidden for p in block.layers),
+    ]
+    if block.alive is not None:  # all that a closing block may hold
+        held.append(block.alive)
+    if all(tensor.device.type == "cpu" for tensor in held):
         return block
     events = []
 

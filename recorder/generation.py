@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -166,18 +167,21 @@ def _write_tokens(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays)
     )
 
 
+#: Ids of the explicit sets of a row in steps [first, stop): (row, first, stop) -> uint32.
+_IdsOf = Callable[[int, int, int], np.ndarray]
+
 #: Ids a position, on average, from which kept sets are not written as lists.
 _LARGE_SETS = 1024
 
 
 def _write_supports(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays) -> None:
-    sizes, full = _set_sizes(call, block, arrays)
+    sizes, full, ids_of = _sets(call, block, arrays)
     unseen = arrays.support is None and not call.sampling.greedy
     state = np.where(full, SUPPORT_FULL, SUPPORT_UNRECORDED if unseen else SUPPORT_EXPLICIT)
     for spans in bitmaps.pieces(sizes, arrays.counts):
         rows = [b for b, _, _ in spans]
         lengths = np.array([stop - first for _, first, stop in spans])
-        ids = [_kept_ids(arrays, sizes, *span) for span in spans]
+        ids = [ids_of(*span) for span in spans]
         large = sum(map(len, ids)) > _LARGE_SETS * int(lengths.sum())
         cells: dict[str, Any] = {
             "ids": ragged(np.concatenate(ids), np.array([len(i) for i in ids]), pa.uint32())
@@ -211,27 +215,44 @@ def _cut(values: np.ndarray, spans: list[bitmaps.Span]) -> np.ndarray:
     return np.concatenate([values[b, first:stop] for b, first, stop in spans])
 
 
-def _set_sizes(call: Call, block: Block, arrays: _Arrays) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of the explicit sets, 0 where there is none, and where the whole vocabulary was kept.
+def _sets(call: Call, block: Block, arrays: _Arrays) -> tuple[np.ndarray, np.ndarray, _IdsOf]:
+    """The sets of a block.
 
-    Both are [rows, steps].
+    Returns:
+        int64 [rows, steps] sizes of the explicit sets, 0 where there is none; bool [rows, steps]
+        where the whole vocabulary was kept; and what gives the ids of a span.
     """
     shape = (call.rows, block.steps)
-    if call.sampling.greedy:
-        return np.ones(shape, np.int64), np.zeros(shape, bool)
-    if arrays.support is None:
-        return np.zeros(shape, np.int64), np.full(shape, not call.sampling.cuts)
-    sizes = bitmaps.set_sizes(arrays.support)
+    support = arrays.support
+    if support is None:
+        # a greedy set is the token itself
+        sizes = np.full(shape, int(call.sampling.greedy))
+        full = np.full(shape, not (call.sampling.greedy or call.sampling.cuts))
+        kept = 1 if call.sampling.greedy else 0
+        return sizes, full, lambda row, first, stop: arrays.token[first:stop, row][: kept * stop]
+    found = bitmaps.listed(support)
+    sizes = bitmaps.set_sizes(support) if found is None else found[0]
     full = sizes == block.vocab
-    return np.where(arrays.own & ~full, sizes, 0), full
+    explicit = np.where(arrays.own & ~full, sizes, 0)
+    if found is not None:
+        ends = np.cumsum(sizes).reshape(shape)
+        ids = found[1]
 
+        def slices(row: int, first: int, stop: int) -> np.ndarray:
+            begin = int(ends[row, first] - sizes[row, first])
+            part: np.ndarray = ids[begin : int(ends[row, stop - 1])]
+            if not full[row, first:stop].any():
+                return part
+            return part[np.repeat(~full[row, first:stop], sizes[row, first:stop])]
 
-def _kept_ids(arrays: _Arrays, sizes: np.ndarray, row: int, first: int, stop: int) -> np.ndarray:
-    """Ids of the explicit sets of some steps of a row; a greedy one is the token itself."""
-    explicit = sizes[row, first:stop] > 0
-    if arrays.support is None:
-        return arrays.token[first:stop, row][explicit]
-    return bitmaps.set_ids(arrays.support[first:stop, row][explicit])
+        return explicit, full, slices
+    return (
+        explicit,
+        full,
+        lambda row, first, stop: bitmaps.set_ids(
+            support[first:stop, row][explicit[row, first:stop] > 0]
+        ),
+    )
 
 
 def _write_distributions(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays) -> None:

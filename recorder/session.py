@@ -216,6 +216,7 @@ class Session:
     def _do(self, writer: TapeWriter, item: _Item) -> None:
         try:
             item.job(writer)
+            writer.flush()
         except (OSError, StorageError, TapeFullError):
             with self._lock:
                 self._add_gap(item.gap)
@@ -249,8 +250,9 @@ class Session:
             # first: nothing else says so if there is room for only some of them
             self._gaps.insert(0, {"t_ns": time.time_ns(), "kind": "gap", "detail": detail})
         try:
-            self._write_gaps(writer)
-            writer.close()
+            if time.monotonic() < self._give_up_at:
+                self._write_gaps(writer)
+                writer.close()
         except Exception as again:
             warn(f"the end of the recording could not be written either: {again}")
         finally:

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
 
@@ -269,7 +270,7 @@ def _token_rows(tape: Tape) -> Iterator[pa.RecordBatch]:
 
 
 def _token_spans(
-    rows: list[dict[str, Any]], length: int
+    rows: Items[Mapping[str, Any]], length: int
 ) -> list[tuple[int, int, Any, frozenset[str]]]:
     """Ranges of positions whose fragments say the same: (start, end, semantics, columns held)."""
     owner = np.full(length, -1, np.int64)
@@ -292,7 +293,7 @@ def _token_spans(
     return found
 
 
-def _overlap(rows: list[dict[str, Any]]) -> bool:
+def _overlap(rows: Items[Mapping[str, Any]]) -> bool:
     spans = sorted((r["start"], r["n"]) for r in rows)
     return any(b[0] < a[0] + a[1] for a, b in itertools.pairwise(spans))
 

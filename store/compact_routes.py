@@ -6,6 +6,7 @@ import itertools
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from rolltape.store.writer import TapeWriter
 _PLAIN_TOKENS = 4096
 # Combine weights and margins hardly compress, and whoever reads a sequence reads its whole batch:
 # where they were recorded a batch holds fewer tokens.
-_FLOAT_BYTES = 8 << 20
+_FLOAT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class _Part:
     prompt_end: int
     routes: Routes
     tokens: np.ndarray
-    merged: list[dict[str, Any]]
+    merged: list[Mapping[str, Any]]
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -142,7 +143,7 @@ class RouteWriter:
                     yield from self._window(sequence, role, mine, begin, end)
 
     def _window(
-        self, sequence: Sequence, role: str, rows: list[dict[str, Any]], begin: int, end: int
+        self, sequence: Sequence, role: str, rows: Items[Mapping[str, Any]], begin: int, end: int
     ) -> list[_Part]:
         routes = join_routes(
             rows,
@@ -332,9 +333,9 @@ def _placed(missing: Any, starts: list[int]) -> list[tuple[Any, ...]]:
     return [tuple(entries) for entries in out]
 
 
-def _merged(rows: list[dict[str, Any]], start: int, end: int) -> list[dict[str, Any]]:
+def _merged(rows: Items[Mapping[str, Any]], start: int, end: int) -> list[Mapping[str, Any]]:
     """The recorded fragments that reach into [start, end), cut to it."""
-    found = []
+    found: list[Mapping[str, Any]] = []
     for row in rows:
         for piece in row.get("merged") or [row]:
             low, high = max(piece["start"], start), min(piece["start"] + piece["n"], end)

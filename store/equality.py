@@ -134,7 +134,8 @@ def _where(values: np.ndarray | None, valid: np.ndarray) -> np.ndarray:
     """Bits of the values that are valid; nothing recorded is the same as nothing valid."""
     if values is None:
         return np.zeros(0, np.uint32)
-    return _bits(values) if valid.all() else _bits(values)[valid]
+    found = _bits(values) if valid.all() else _bits(values)[valid]
+    return found.reshape(-1)
 
 
 def _same_routes(a: Routes | None, b: Routes | None, *, sets: bool) -> bool:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from rolltape.store.columns import list_column
+from rolltape.store.columns import Masked, list_column
 from rolltape.store.errors import UsageError
 from rolltape.store.keys import Key
 from rolltape.store.scan import Rows
 from rolltape.store.schema import TAPE_TABLES
 
 if TYPE_CHECKING:
-    from rolltape.store.sequences import Tape
+    from rolltape.store.sequences import Sequence, Tape
 
 _F32S = pa.list_(pa.field("item", pa.float32()))
 _DERIVED = TAPE_TABLES["rollups"]
@@ -47,33 +48,33 @@ class _Batches:
         schema = pa.schema([SCHEMA.field(name) for name in columns])
         start = tokens = 0
         for i, length in enumerate(facts.column("length").to_pylist()):
-            tokens += length
+            tokens += length + 1  # a million empty sequences are not one batch
             if tokens >= _BATCH_TOKENS or i == len(keys) - 1:
                 yield self._batch(schema, facts.slice(start, i + 1 - start), keys[start : i + 1])
                 start, tokens = i + 1, 0
 
-    def _batch(self, schema: pa.Schema, facts: pa.Table, keys: Sequence[Key]) -> pa.RecordBatch:
-        arrays: dict[str, Any] = {}
+    def _batch(self, schema: pa.Schema, facts: pa.Table, keys: Items[Key]) -> pa.RecordBatch:
         lists = [name for name in schema.names if name in _LISTS.names]
-        cells: dict[str, list[Any]] = {name: [] for name in lists}
+        cells: dict[str, list[Masked]] = {name: [] for name in lists}
         for key in keys if lists else ():
             sequence = self._tape.sequence(key)
             for name in lists:
-                cells[name].append(
-                    sequence.tokens
-                    if name == "ids"
-                    else sequence.loss_mask
-                    if name == "loss_mask"
-                    else sequence.logprob(name)
-                )
-        for name in schema.names:
-            if name in lists:
-                arrays[name] = list_column(cells[name], _LISTS.field(name).type, field=name)
-            elif name == "id":
-                arrays[name] = pa.array([key.id for key in keys], pa.string())
+                cells[name].append(_cell(sequence, name))
+        arrays: list[pa.Array] = []
+        for field in schema:
+            if field.name in cells:
+                arrays.append(list_column(cells[field.name], field.type, field=field.name))
+            elif field.name == "id":
+                arrays.append(pa.array([key.id for key in keys], pa.string()))
             else:
-                arrays[name] = facts.column(name).combine_chunks()
-        return pa.RecordBatch.from_arrays([arrays[n] for n in schema.names], schema=schema)
+                arrays.append(facts.column(field.name).combine_chunks())
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _cell(sequence: Sequence, name: str) -> Masked:
+    if name == "ids":
+        return sequence.tokens
+    return sequence.loss_mask if name == "loss_mask" else sequence.logprob(name)
 
 
 def flat_rows(tape: Tape, columns: Iterable[str] | None = None) -> Rows:

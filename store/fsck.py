@@ -19,7 +19,7 @@ import pyarrow as pa
 from rolltape.store.errors import DamagedShardError, NotATapeError, RolltapeError
 from rolltape.store.keys import token_digest
 from rolltape.store.places import LocalPlace, ObjectPlace, place_of
-from rolltape.store.readers import BrokenShard, SealedShard, Shard, finished_name
+from rolltape.store.readers import BrokenShard, FooterShard, SealedShard, Shard, finished_name
 from rolltape.store.rollups import count
 from rolltape.store.schema import DERIVED_TABLES, TAPE_TABLES
 from rolltape.store.seal import (
@@ -36,6 +36,7 @@ from rolltape.store.tape import SEAL, kind_of, read_seal, seal_problems
 from rolltape.store.writer import TapeWriter
 
 _SHOWN = 20
+_DAMAGED, _MISSING = "damaged shard", "missing shard"  # reasons of gaps
 #: A temporary file this old has no writer: nothing is under such a name for longer than a write.
 STRAY_SECONDS = 60.0
 
@@ -121,7 +122,7 @@ def _fsck(place: LocalPlace | ObjectPlace, *, repair: bool) -> Checked:
         files = place.files(table)
         for file in shard_names(files):
             if file.endswith(LIVE):
-                if finished_name(list(files), file) is None:
+                if finished_name(list(files), file) is None and _is_written(place, table, file):
                     live.append(f"{table}/{file}")
                 continue
             shards += 1
@@ -189,6 +190,10 @@ def _dead(place: LocalPlace | ObjectPlace, repair: bool) -> Iterator[Finding]:
                 yield Finding("dead", f"{table}/{file}", "its writer died", "finish it")
 
 
+def _is_written(place: LocalPlace | ObjectPlace, table: str, file: str) -> bool:
+    return isinstance(place, LocalPlace) and is_locked(place.path / table / file)
+
+
 def _check(place: LocalPlace | ObjectPlace, table: str, file: str) -> str | None:
     """What is wrong with a finished shard; every byte of it is looked at."""
     try:
@@ -217,7 +222,7 @@ def _damaged(
         kept = None
         if table not in DERIVED_TABLES:
             if lost != 0:
-                _note_gap(place, {"reason": "damaged shard", "shard": where, "rows_kept": rows})
+                _note_gap(place, {"reason": _DAMAGED, "shard": where, "rows_kept": rows})
             if intact:
                 kept = write_shard(place, table, file, intact)
         if kept != file:  # else it could be restored as it was
@@ -231,7 +236,7 @@ def _salvage(
 ) -> tuple[list[pa.RecordBatch], int | None]:
     """Batches of a damaged shard that are what was written, and how many are not."""
     best: tuple[list[pa.RecordBatch], int | None] = [], None
-    for open_ in (_by_footer, _by_messages):
+    for open_ in (_by_footer, _by_footer_alone, _by_messages):
         try:
             shard, known = open_(place, table, file)
         except (DamagedShardError, FileNotFoundError):
@@ -251,6 +256,10 @@ def _salvage(
 
 def _by_footer(place: LocalPlace | ObjectPlace, table: str, file: str) -> tuple[Shard, bool]:
     return SealedShard(place, table, file, whole=False), True
+
+
+def _by_footer_alone(place: LocalPlace | ObjectPlace, table: str, file: str) -> tuple[Shard, bool]:
+    return FooterShard(place, table, file, whole=False), True
 
 
 def _by_messages(place: LocalPlace | ObjectPlace, table: str, file: str) -> tuple[Shard, bool]:
@@ -278,7 +287,7 @@ def _missing(place: LocalPlace | ObjectPlace, broken: list[str], repair: bool) -
             yield Finding("index", name, problem, "written anew", repair)
             continue
         if repair and name.partition("/")[2] not in place.files(name.partition("/")[0]):
-            _note_gap(place, {"reason": "missing shard", "shard": name})
+            _note_gap(place, {"reason": _MISSING, "shard": name})
         action = "sealed without it, the loss is recorded"
         yield Finding("missing", name, problem, action, repair)
 
@@ -286,12 +295,14 @@ def _missing(place: LocalPlace | ObjectPlace, broken: list[str], repair: bool) -
 def _contents(tape: Tape) -> list[Finding]:
     """Joins of every sequence: fragments within it, digests, everything decodes."""
     found = []
+    # what a repair could not save is said once, not again for every sequence
+    known = {_reason(row["detail"]) for row in tape.rows("events") if row["kind"] == "gap"}
     for sequence in tape:
         try:
-            problem = _join_problem(sequence)
+            problem = _join_problem(sequence, partial=bool(known & {_DAMAGED, _MISSING}))
         except RolltapeError as error:
             problem = str(error)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
             found.append(Finding("content", sequence.id, problem))
@@ -302,10 +313,17 @@ def _contents(tape: Tape) -> list[Finding]:
     return found
 
 
-def _join_problem(sequence: Sequence) -> str | None:
+def _reason(detail: str | None) -> str:
+    try:
+        return str(json.loads(detail or "{}")["reason"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ""
+
+
+def _join_problem(sequence: Sequence, *, partial: bool) -> str | None:
     tokens = sequence.tokens
     digest = sequence.info["digest"]
-    if digest is not None:
+    if digest is not None and not (partial and not tokens.valid.all()):
         if not tokens.valid.all():
             return f"{int((~tokens.valid).sum())} of {len(tokens)} tokens are not there"
         if token_digest(sequence.prompt_len, tokens.values) != digest:

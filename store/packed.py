@@ -44,8 +44,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 import xxhash
-import zstandard
 
 from rolltape.store import ranks as plain_kernels
 from rolltape.store.codecs import route_dtype
@@ -79,6 +79,9 @@ _FEW = 1 << 15  # ids that are not worth a second thread
 
 _T = TypeVar("_T")
 _A = TypeVar("_A")
+
+
+_ZSTD = pa.Codec("zstd")
 
 
 @dataclass(frozen=True)
@@ -462,7 +465,6 @@ class _Sections:
 
     def __init__(self, data: bytes | memoryview, at: int, end: int) -> None:
         self.data, self.at, self.end = data, at, end
-        self.zstd = zstandard.ZstdDecompressor()
 
     def take(self, name: str, *, most: int) -> bytes | memoryview:
         """Bytes of the next section, at most `most` of them."""
@@ -474,14 +476,10 @@ class _Sections:
         if stored == size:
             return part
         try:
-            # zstandard allocates what the frame says, whatever limit it is given
-            if zstandard.frame_content_size(part) != size:
-                raise DamagedShardError(f"routes block: {name} is not of the size it claims")
-            got = self.zstd.decompress(part, allow_extra_data=False)
-        except zstandard.ZstdError as error:
+            # allocates `size`, and refuses frames of another size
+            got: bytes = _ZSTD.decompress(part, decompressed_size=size, asbytes=True)
+        except (OSError, pa.ArrowException) as error:
             raise DamagedShardError(f"routes block: {name}: {error}") from error
-        if len(got) != size:
-            raise DamagedShardError(f"routes block: {name} is not of the size it claims")
         return got
 
     def skip(self, name: str, count: int) -> None:
@@ -542,7 +540,9 @@ def _check_limits(n: int, layers: int, k: int, num_experts: int) -> int:
 
 
 def _section(raw: bytes, *, level: int | None = 9) -> bytes:
-    part = zstandard.ZstdCompressor(level=level).compress(raw) if level is not None else raw
+    part = raw
+    if raw and level is not None:
+        part = pa.Codec("zstd", compression_level=level).compress(raw, asbytes=True)
     if len(part) >= len(raw):
         part = raw
     return _varint(len(raw)) + _varint(len(part)) + part

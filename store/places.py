@@ -21,10 +21,13 @@ from pyarrow import fs
 from rolltape.store.errors import StorageError, UsageError
 
 #: What is set for S3 unless the options say otherwise, so that a store which does not answer is
-#: noticed in seconds. `max_attempts` is that of the client within one call.
-S3_DEFAULTS = {"connect_timeout": 3.0, "request_timeout": 10.0, "max_attempts": 3}
+#: noticed in seconds: seconds to connect, seconds without a byte, attempts of the client within
+#: one call.
+S3_DEFAULTS = {"connect_timeout": 3.0, "request_timeout": 5.0, "max_attempts": 3}
+# a put that returns is done, and a small one is a single request
+_S3_ALWAYS = {"background_writes": False, "allow_delayed_open": True}
 _S3_NUMBERS = ("connect_timeout", "request_timeout", "max_attempts", "load_frequency")
-_S3_REGION = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+_S3_REGION = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
 
 class Place(Protocol):
@@ -292,7 +295,10 @@ def place_of(
         return LocalPlace(Path(text))
     if text.startswith("file://") and not options:
         return LocalPlace(Path(urlsplit(text).path))
-    shown = text.partition("?")[0].rstrip("/")  # the query may hold keys
+    scheme, _, rest = text.partition("?")[0].rstrip("/").partition("://")
+    bucket, slash, path = rest.partition("/")
+    # the query may hold keys, and so may what stands before the bucket
+    shown = f"{scheme}://{bucket.rpartition('@')[2]}{slash}{path}"
     filesystem, base = _filesystem(text, options)
     return ObjectPlace(filesystem, base, shown)
 
@@ -320,7 +326,7 @@ def _filesystem(uri: str, options: dict[str, Any]) -> tuple[fs.FileSystem, str]:
 def _s3(uri: str, options: Mapping[str, Any]) -> tuple[fs.FileSystem, str]:
     """What `pyarrow.fs.FileSystem.from_uri` does, with our timeouts."""
     parts = urlsplit(uri)
-    known: dict[str, Any] = {"background_writes": False, **S3_DEFAULTS}
+    known: dict[str, Any] = {**_S3_ALWAYS, **S3_DEFAULTS}
     if parts.username:
         known["access_key"] = unquote(parts.username)
         known["secret_key"] = unquote(parts.password or "")
@@ -334,6 +340,9 @@ def _s3(uri: str, options: Mapping[str, Any]) -> tuple[fs.FileSystem, str]:
     base = f"{bucket}{parts.path}"
     if not bucket:
         raise ValueError("no bucket in the URL")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        known.setdefault("endpoint_override", endpoint)
     if not {"region", "endpoint_override"} & set(known) and not any(map(os.getenv, _S3_REGION)):
         with contextlib.suppress(OSError):  # it will say so itself when it is used
             known["region"] = fs.resolve_s3_region(bucket)

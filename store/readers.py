@@ -172,7 +172,7 @@ class SealedShard(Shard):
         head = self._at(0, min(self.nbytes, _TAIL))
         if bytes(head[: len(MAGIC)]) != MAGIC:
             raise DamagedShardError("no Arrow magic at the start")
-        return pa.ipc.read_schema(head[len(MAGIC) :])
+        return _schema(head[len(MAGIC) :])
 
     def _read(self, number: int, wanted: tuple[int, ...]) -> pa.RecordBatch:
         block = self._blocks[number]
@@ -206,6 +206,12 @@ class SealedShard(Shard):
         """Let go of the file."""
         self._readers.clear()
         self._source.close()
+
+
+def _schema(message: pa.Buffer) -> pa.Schema:
+    schema = pa.ipc.read_schema(message)
+    schema.names  # noqa: B018 - raises if they are not text
+    return schema
 
 
 def _decode(message: pa.Buffer, schema: pa.Schema) -> pa.RecordBatch:
@@ -278,7 +284,7 @@ class LiveShard(Shard):
         at = len(MAGIC)
         try:
             size = messages.message_size(view[at:])
-            self.schema = pa.ipc.read_schema(data[at : at + size])
+            self.schema = _schema(data[at : at + size])
             at += size
             while at < len(view):
                 size = messages.message_size(view[at:])
@@ -309,6 +315,15 @@ class LiveShard(Shard):
     def close(self) -> None:
         """Let go of the file."""
         self._source.close()
+
+
+class FooterShard(SealedShard):
+    """A finished shard, by the copy of its schema that stands in the footer."""
+
+    def _read_schema(self) -> pa.Schema:
+        schema = pa.ipc.open_file(self._source).schema
+        schema.names  # noqa: B018 - raises if they are not text
+        return schema
 
 
 class BrokenShard(LiveShard):

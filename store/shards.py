@@ -12,12 +12,13 @@ import contextlib
 import fcntl
 import functools
 import io
+import json
 import os
 import re
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ _PIECE = 1 << 16
 MAGIC = b"ARROW1\0\0"
 CHECKSUM = b"xxh3"
 COLUMNS = b"xxh3.columns"
+JSON_CHECKSUM = "xxh3"
 LIVE = ".arrow.live"
 SEALED = re.compile(r"(?P<writer>[0-9a-f]{32})-(?P<n>[0-9]{1,9})-(?P<hash>[0-9a-f]{32})\.arrow")
 UNSEALED = re.compile(r"(?P<writer>[0-9a-f]{32})-(?P<n>[0-9]{1,9})\.arrow\.live")
@@ -95,6 +97,11 @@ def _update(digest: Any, column: pa.Array) -> None:
         digest.update(size.to_bytes(8, "little", signed=True))
         if buffer is not None:
             digest.update(buffer)
+
+
+def json_checksum(value: Mapping[str, Any]) -> str:
+    """Hash of the content of a JSON file, whatever its layout; stands in it as `JSON_CHECKSUM`."""
+    return xxhash.xxh3_64(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 class RawFile(Protocol):
@@ -226,6 +233,11 @@ class ShardWriter:
         """Bytes written so far."""
         return self._batches.size
 
+    @property
+    def failed(self) -> bool:
+        """Whether a write failed: nothing more can be written, what was committed before stays."""
+        return self._batches.failed
+
     def write(self, batch: pa.RecordBatch) -> None:
         """Append one batch and hand it to the operating system: it is committed then.
 
@@ -339,6 +351,11 @@ class ObjectShardWriter:
     def size(self) -> int:
         """Bytes collected so far."""
         return self._batches.size
+
+    @property
+    def failed(self) -> bool:
+        """Whether it cannot be finished any more."""
+        return self._batches.failed
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Collect one batch in memory."""

@@ -22,8 +22,15 @@ from rolltape.store.errors import (
     UsageError,
 )
 from rolltape.store.places import LocalPlace, ObjectPlace, Place, place_of
-from rolltape.store.schema import DERIVED_TABLES, REPORT_TABLES, TAPE_TABLES
-from rolltape.store.shards import ObjectShardWriter, ShardWriter, format_version, row_checksum
+from rolltape.store.schema import REPORT_TABLES, SPAN, TAPE_TABLES
+from rolltape.store.shards import (
+    JSON_CHECKSUM,
+    ObjectShardWriter,
+    ShardWriter,
+    format_version,
+    json_checksum,
+    row_checksum,
+)
 from rolltape.store.tape import REPORT_HEADER, TAPE_HEADER, kind_of
 
 #: A shard is finished when it has this size, in a folder and in an object store.
@@ -34,6 +41,10 @@ OBJECT_SECONDS = 10.0
 #: Rows are collected up to this size, and a batch is at most that large unless one row is.
 BUFFER_BYTES = 1 << 20
 BATCH_BYTES = 32 << 20
+
+_SPAN = [field.name for field in SPAN]
+#: Tables of which the commit log has a line a row: those with a key and positions.
+_LOGGED = [name for name, schema in TAPE_TABLES.items() if {*_SPAN} <= {*schema.names}]
 
 
 def new_uuid() -> str:
@@ -123,8 +134,9 @@ def _create(
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     content = {"format": format_version(), "created": created, **header}
     put_json(place, name, content, exclusive=True)
-    # Object stores let the last of two writers win: look who it was.
-    if not isinstance(place, LocalPlace) and json.loads(place.read(name)) != content:
+    # Object stores let the last of two writers win: look who it was. If both see themselves, both
+    # record into one tape, each under its own engine and writer.
+    if not isinstance(place, LocalPlace) and place.read(name) != _json_bytes(content):
         raise TapeExistsError(f"{place}: another recording started there", hint="choose another -o")
     return place
 
@@ -143,7 +155,7 @@ def put_json(
     Raises:
         TapeExistsError: `exclusive`, and there is one.
     """
-    data = (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+    data = _json_bytes(value)
     if not (exclusive and isinstance(place, LocalPlace)):
         place.put(name, data)
         return
@@ -158,6 +170,11 @@ def put_json(
         raise TapeExistsError(f"{place} is not empty", hint="choose another -o") from error
     except OSError as error:
         raise StorageError(f"{place}/{name}: {error.strerror}") from error
+
+
+def _json_bytes(value: Mapping[str, Any]) -> bytes:
+    whole = {**value, JSON_CHECKSUM: json_checksum(value)}
+    return (json.dumps(whole, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 class TapeWriter:
@@ -259,11 +276,19 @@ class TapeWriter:
             problem = error
         for table in list(self._open):
             try:
-                self._close(table)
+                shard = self._open[table]
+                gone = problem is not None and self._give_up is not None and self._give_up()
+                if shard.failed or (gone and isinstance(shard, ObjectShardWriter)):
+                    # a shard in a folder stays live, and `seal` finishes it
+                    self._open.pop(table).abandon()
+                else:
+                    self._close(table)
             except StorageError as error:
                 problem = problem or error
         if problem is not None:
             raise problem
+        if self._log is not None:
+            self._log.close()
 
     def abandon(self) -> None:
         """After an error: let go of the files, which stay live. What was committed is safe."""
@@ -271,6 +296,8 @@ class TapeWriter:
         self._pending_bytes.clear()
         while self._open:
             self._open.popitem()[1].abandon()
+        if self._log is not None:
+            self._log.close()
 
     def __enter__(self) -> TapeWriter:
         return self
@@ -348,6 +375,9 @@ class _CommitLog:
             raise UsageError(f"--commit-log {path}: {error.strerror}") from error
         self._waiting: dict[str, list[pa.RecordBatch]] = {}
 
+    def close(self) -> None:
+        self._file.close()
+
     def wrote(self, table: str, batch: pa.RecordBatch) -> None:
         self._waiting.setdefault(table, []).append(batch)
 
@@ -355,12 +385,11 @@ class _CommitLog:
         return self._waiting.pop(table, [])
 
     def committed(self, table: str, batches: list[pa.RecordBatch]) -> None:
-        if "start" not in TAPE_TABLES.get(table, pa.schema([])).names or table in DERIVED_TABLES:
+        if table not in _LOGGED:
             return
         lines = []
         for batch in batches:
-            names = ["engine", "request", "sample", "pass", "start", "n"]
-            for i, row in enumerate(batch.select(names).to_pylist()):
+            for i, row in enumerate(batch.select(_SPAN).to_pylist()):
                 lines.append(
                     json.dumps({"table": table, **row, "checksum": row_checksum(batch, i)})
                 )

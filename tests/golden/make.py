@@ -1,25 +1,27 @@
-"""Writes the golden tape of the present format version: `python tests/golden/make.py`.
+"""Writes the golden tapes of the present format version: `python tests/golden/make.py`.
 
 Run once per format version, when it is released; the tapes of old versions stay for ever, and
-`tests/unit/test_golden.py` reads them all.
+`tests/unit/test_golden.py` reads them all. The second tape is the first one, compacted.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 
 from rolltape import store
 from rolltape.store import Masked, codecs
+from rolltape.store.compact import compact
 from rolltape.store.shards import format_version
 
 ENGINE = "00112233445566778899aabbccddeeff"
 
 
 def write(root: Path) -> None:
-    """A tape with everything that a version 1.0 tape can hold, in a few rows."""
+    """A tape with everything that a tape of this version can hold, in a few rows."""
     store.create_tape(root, role="rollout", provenance={"argv": ["rollout.py"]})
     key = {"engine": ENGINE, "request": "0-0", "sample": 1, "pass": 0}
     ids = np.array([[[3, 299], [0, 1]], [[256, 2], [7, 7 + 1]]])
@@ -97,6 +99,23 @@ def write(root: Path) -> None:
             },
         )
         writer.append(
+            "routes",
+            {
+                **key,
+                "start": 0,
+                "n": 2,
+                "role": "live",
+                "step": 0,
+                "weight_version": 4,
+                "layers": [[1, 3]],
+                "k": 2,
+                "num_experts": 300,
+                "encoding": "plain",
+                "ids": [codecs.encode_plain(ids[:, ::-1], 300)],
+                "margin": [codecs.encode_floats(np.array([[0.5, -0.0], [np.nan, 0.25]]))],
+            },
+        )
+        writer.append(
             "supports",
             {
                 **key,
@@ -140,6 +159,42 @@ def write(root: Path) -> None:
             },
         )
         writer.append(
+            "distributions",
+            {
+                **key,
+                "start": 1,
+                "n": 2,
+                "k": 2,
+                "ids": [[69_999, 40_000, 40_000, 7]],
+                "logprobs": [[-0.5, -1.0, 0.0, -np.inf]],
+                "tail": [Masked(np.array([-3.5, 0], np.float32), np.array([True, False]))],
+                "semantics": [
+                    {
+                        "temperature": 1.0,
+                        "edits": [],
+                        "truncation": [],
+                        "vocab_size": 70_000,
+                        "dtype": "float32",
+                        "source": "recomputed",
+                    }
+                ],
+            },
+        )
+        note = {**key, "t_ns": [1, 2, 3]}
+        writer.append(
+            "annotations",
+            {
+                **note,
+                "name": ["reward", "filter", "reward"],
+                "number": [0.0, None, -1.5],
+                "text": [None, "too long", None],
+            },
+        )
+        writer.append(
+            "steps",
+            {"engine": ENGINE, "step": [0, 1], "kind": ["prefill", "decode"], "rows": 1},
+        )
+        writer.append(
             "events",
             {"writer": "f" * 32, "t_ns": 1, "kind": "gap", "detail": '{"reason": "golden"}'},
         )
@@ -148,5 +203,9 @@ def write(root: Path) -> None:
 
 if __name__ == "__main__":
     target = Path(__file__).parent / f"tape-{format_version()}"
+    packed = target.with_name(f"{target.name}-packed")
+    for folder in (target, packed):
+        shutil.rmtree(folder, ignore_errors=True)
     write(target)
-    print(target)
+    compact(target, packed)
+    print(target, packed)

@@ -52,8 +52,15 @@ def check_against(oracle: Oracle, tape: Tape, k: int) -> None:
         assert not found.valid[:prompt].any() and found.valid[prompt:].all()
         for position in range(prompt, sequence.length):
             best = want[position - prompt]
-            np.testing.assert_array_equal(found.ids[position], best.indices[row].numpy())
-            np.testing.assert_array_equal(found.logprobs[position], best.values[row].numpy())
+            if DEVICE == "cpu":
+                np.testing.assert_array_equal(found.ids[position], best.indices[row].numpy())
+                np.testing.assert_array_equal(found.logprobs[position], best.values[row].numpy())
+            # the oracle works on the host: another order of sums, and near ties may change places
+            ids = torch.from_numpy(found.ids[position].astype(np.int64))
+            of_ids = exact[position - prompt][row][ids].numpy()
+            np.testing.assert_allclose(found.logprobs[position], of_ids, atol=2e-5, rtol=1e-6)
+            values = best.values[row].numpy()
+            np.testing.assert_allclose(found.logprobs[position], values, atol=2e-5, rtol=1e-6)
             tail = float(rest[position - prompt][row])
             assert found.tail[position] == pytest.approx(tail, abs=2e-5, rel=1e-6)
         for start, n, semantics in found.semantics:
@@ -78,12 +85,14 @@ def test_the_best_k_are_those_of_the_raw_distribution_whatever_the_sampler_does(
     ids, tape = recorded(tiny_moe, prompts, tmp_path / "a", 7, **options)
     assert torch.equal(ids.cpu(), oracle.sequences), "recording changed the sampled tokens"
     check_against(oracle, tape, 7)
+    named_at_all = 0
     for sequence in tape:
         found, raw = distributions(sequence), sequence.logprob("raw").values
         named, at = np.nonzero(found.ids == sequence.tokens.values[:, None])
         drawn = found.valid[named]
         np.testing.assert_array_equal(found.logprobs[named, at][drawn], raw[named[drawn]])
-        assert drawn.any()
+        named_at_all += int(drawn.sum())
+    assert named_at_all
 
 
 def test_rows_that_end_early_and_blocks_of_few_steps_leave_no_hole(

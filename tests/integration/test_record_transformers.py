@@ -414,7 +414,7 @@ def test_a_full_queue_drops_whole_blocks_and_says_which(
     def put(self: Any, job: Any, *, nbytes: int, gap: Any) -> bool:
         if isinstance(gap, list) and next(full, False):  # a block
             with self._lock:
-                self._gaps += session._gap_rows(gap)
+                self._add_gap(gap)
             return False
         return real(self, job, nbytes=nbytes, gap=gap)
 

@@ -8,14 +8,88 @@ import numpy as np
 import pytest
 
 from rolltape import store
+from rolltape.store.equality import differences
+from rolltape.store.schema import TAPE_TABLES
+from rolltape.store.shards import format_version
 
 TAPES = sorted((Path(__file__).parents[1] / "golden").glob("tape-1.*"))
 
 
 def test_there_is_a_golden_tape_of_this_version() -> None:
-    from rolltape.store.shards import format_version
+    names = [t.name for t in TAPES]
+    assert f"tape-{format_version()}" in names and f"tape-{format_version()}-packed" in names
 
-    assert f"tape-{format_version()}" in [t.name for t in TAPES]
+
+def test_golden_tapes_stay_small() -> None:
+    files = [f for tape in TAPES if tape.name != "tape-1.0" for f in tape.rglob("*")]
+    assert sum(f.stat().st_size for f in files if f.is_file()) < 200_000
+
+
+@pytest.mark.parametrize("path", [t for t in TAPES if t.name != "tape-1.0"], ids=lambda p: p.name)
+def test_golden_tape_of_version_1_1_has_every_table(path: Path) -> None:
+    tape = store.open(path)
+    assert tape.header["format"] == "1.1"
+    for table in TAPE_TABLES:
+        assert tape.count(table) > 0, table
+
+
+@pytest.mark.parametrize("path", [t for t in TAPES if t.name != "tape-1.0"], ids=lambda p: p.name)
+def test_golden_tape_of_version_1_1(path: Path) -> None:
+    tape = store.open(path)
+    whole = next(iter(tape))
+    live = whole.routes("live")
+    assert live is not None and live.margin is not None and live.weights is None
+    np.testing.assert_array_equal(live.ids[0], [[0, 1], [3, 299]])
+    np.testing.assert_array_equal(live.ids[1], [[7, 8], [256, 2]])
+    np.testing.assert_array_equal(live.valid, [[True, True], [True, True], [False, False]])
+    np.testing.assert_array_equal(live.margin[:2], [[0.5, 0.0], [np.nan, 0.25]])
+    assert np.signbit(live.margin[0, 1])
+    used = whole.routes()
+    assert used is not None and used.weights is not None
+    np.testing.assert_array_equal(used.weights[used.valid], np.full((3, 2), 0.5))
+    found = whole.distributions()
+    assert found is not None and found.k == 2
+    np.testing.assert_array_equal(found.valid, [False, True, False])
+    assert found.ids[1].tolist() == [69_999, 40_000]
+    assert found.logprobs[1].tolist() == [-0.5, -1.0] and found.tail[1] == -3.5
+    ((start, n, semantics),) = found.semantics
+    assert semantics is not None
+    assert (start, n, semantics["source"]) == (1, 2, "recomputed")
+    assert whole.annotations == {"reward": -1.5, "filter": "too long"}
+    assert tape.table("steps").column("kind").to_pylist() == ["prefill", "decode"]
+    assert whole.window(1, 2).tokens.values.tolist() == [69_999]
+    first, second = tape.rollups().to_pylist()
+    wanted = {
+        "length": 3,
+        "finish": "stop",
+        "loss_tokens": 2,
+        "raw_count": 2,
+        "raw_non_finite": 1,
+        "raw_sum": -0.5,
+        "raw_min": -0.5,
+        "raw_min_at": 1,
+        "scaled_count": 0,
+        "scaled_sum": None,
+        "routed": 2,
+        "route_rows": 3,
+        "live_rows": 4,
+        "explicit": 1,
+        "kept_sum": 2,
+        "kept_max": 2,
+        "version_min": 4,
+        "version_max": 5,
+    }
+    assert {name: first[name] for name in wanted} == wanted
+    assert (second["length"], second["finish"], second["raw_min_at"]) == (1, "abort", None)
+
+
+def test_the_packed_golden_tape_is_packed() -> None:
+    (path,) = (t for t in TAPES if t.name == "tape-1.1-packed")
+    tape = store.open(path)
+    assert set(tape.table("routes").column("encoding").to_pylist()) == {"packed"}
+    assert set(tape.table("supports").column("encoding").to_pylist()) == {"kept"}
+    original = store.open(path.with_name("tape-1.1"))
+    assert tape.uuid == original.uuid and list(differences(original, tape)) == []
 
 
 @pytest.mark.parametrize("path", TAPES, ids=lambda p: p.name)
