@@ -102,22 +102,32 @@ HERE = TASKS | {
 }
 
 
-def measure(folder: Path, gigabytes: float, joined: int, repeat: int) -> dict[str, Any]:
+def measure(
+    folder: Path, gigabytes: float, joined: int, repeat: int, *, quiet: bool
+) -> dict[str, Any]:
     path = folder / "tape"
-    base = fresh("base", path, script=__file__)
-    write = fresh("write_gb", path, int(1000 * gigabytes), joined, script=__file__)
-    rows: dict[str, Any] = {"base": base, "write": write}
-    for name in READERS:
-        rounds = [fresh(name, path, script=__file__) for _ in range(repeat)]
+    rows: dict[str, dict[str, float]] = {}
+    for name in ("base", "write_gb", *READERS):
+        args = (int(1000 * gigabytes), joined) if name == "write_gb" else ()
+        times = repeat if name in READERS else 1
+        rounds = [fresh(name, path, *args, script=__file__) for _ in range(times)]
         rows[name] = {n: statistics.median(r[n] for r in rounds) for n in rounds[0]}
         rows[name]["peak_mb"] = max(r["peak_mb"] for r in rounds)
+        if not quiet:
+            report(name, rows[name])
     return {
         "bytes": peers.size_of(path),
-        "sequences": write["sequences"],
+        "sequences": rows["write_gb"]["sequences"],
         "processes": rows,
         "reader_peak_mb": max(rows[name]["peak_mb"] for name in READERS),
         "goal_mb": GOAL_MB,
     }
+
+
+def report(name: str, row: dict[str, float]) -> None:
+    rest = {n: round(v, 2) for n, v in row.items() if not n.endswith(("_mb", "_end"))}
+    peak, private = row["peak_mb"], row["private_mb_at_end"]
+    print(f"{name:14} peak {peak:6.0f} MB, {private:5.0f} private  {rest}", flush=True)
 
 
 def main() -> int:
@@ -135,13 +145,9 @@ def main() -> int:
     if free < 1.2e9 * args.gb:
         raise SystemExit(f"{free / 1e9:.1f} GB free, {args.gb} wanted: choose another --dir")
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="big-tape-") as folder:
-        found = measure(Path(folder), args.gb, args.joined, args.repeat)
+        found = measure(Path(folder), args.gb, args.joined, args.repeat, quiet=args.json)
     if not args.json:
         print(f"{found['bytes'] / 1e9:.2f} GB, {found['sequences']:,} sequences")
-        for name, row in found["processes"].items():
-            rest = {n: round(v, 2) for n, v in row.items() if not n.endswith(("_mb", "_end"))}
-            private = row["private_mb_at_end"]
-            print(f"{name:14} peak {row['peak_mb']:6.0f} MB, {private:5.0f} private  {rest}")
     print(json.dumps({"benchmark": "big_tape", "joined": args.joined, **found}))
     return 0
 

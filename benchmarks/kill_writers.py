@@ -192,19 +192,19 @@ def main() -> int:
             shutil.rmtree(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    facts = {
+    report: dict[str, Any] = {
         "runs": options.runs,
         **total,
         "most_unlogged": most_unlogged,
         "seconds": round(time.monotonic() - begin, 1),
     }
     if options.json:
-        print(json.dumps(facts))
+        print(json.dumps(report))
     else:
-        for name, value in facts.items():
+        for name, value in report.items():
             print(f"{name:<28} {value}")
     bad = ("lost", "twice", "missing_of_written_blocks", "findings")
-    return 1 if any(facts[name] for name in bad) else 0
+    return 1 if any(report[name] for name in bad) else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ of a peer. `ratio_smallest_peer` is the packed tape to the smallest peer. `bytes
 
 *Speed and memory* are of `--copies` such rollouts, each with experts numbered anew and other noise
 in its logprobs; 700 make a tape of more than 2 GB, and `tape_bytes` says how large it was.
-`random_ms` is one sequence with all columns, 200 picked at random. Peak memory is the resident set
+`random_ms` is one sequence with all columns, for 200 picked at random, none twice (44 of the 64 in
+one rollout, whose few batches are then soon in memory). Peak memory is the resident set
 as the kernel counts it, mapped pages of files included; `base` is what the imports alone take.
 """
 

@@ -73,8 +73,10 @@ def set_ids(packed: np.ndarray) -> np.ndarray:
 
 
 def _nonzero_bytes(packed: np.ndarray, most: int | None = None) -> np.ndarray | None:
-    """Flat indexes of the bytes that are not zero, found eight at a time; None if more than `most` such
-    eights are."""
+    """Flat indexes of the bytes that are not zero, found eight at a time.
+
+    None if more than `most` such eights are not zero.
+    """
     flat = packed.reshape(-1)
     whole = flat.size // 8 * 8
     words = np.flatnonzero(flat[:whole].view(np.uint64) != 0)

@@ -243,7 +243,8 @@ def _sets(call: Call, block: Block, arrays: _Arrays) -> tuple[np.ndarray, np.nda
             part: np.ndarray = ids[begin : int(ends[row, stop - 1])]
             if not full[row, first:stop].any():
                 return part
-            return part[np.repeat(~full[row, first:stop], sizes[row, first:stop])]
+            rest: np.ndarray = part[np.repeat(~full[row, first:stop], sizes[row, first:stop])]
+            return rest
 
         return explicit, full, slices
     return (

@@ -35,7 +35,8 @@ class Cells:
     @property
     def nbytes(self) -> int:
         """About what it holds."""
-        return int(self.batch.nbytes) + 400 * self.batch.num_rows
+        size: int = self.batch.nbytes
+        return size + 400 * self.batch.num_rows
 
     @cached_property
     def rows(self) -> dict[Key, np.ndarray]:
@@ -87,6 +88,10 @@ def _cells(column: pa.Array) -> Cell:
     return values.__getitem__
 
 
+def _no_rows(row: int) -> Any:
+    raise IndexError(f"row {row} of an empty batch")
+
+
 def _bounds(column: pa.Array) -> tuple[list[int], list[bool] | None]:
     """Offsets of the cells, as Python integers, and where there is none."""
     offsets = np.frombuffer(column.buffers()[1], np.int32)
@@ -97,7 +102,7 @@ def _bounds(column: pa.Array) -> tuple[list[int], list[bool] | None]:
 
 def _lists(column: pa.Array) -> Cell:
     if not len(column):
-        return [].__getitem__
+        return _no_rows
     bounds, null = _bounds(column)
     values = column.values
     if not values.null_count:
@@ -126,7 +131,7 @@ def _lists(column: pa.Array) -> Cell:
 
 def _binary(column: pa.Array) -> Cell:
     if not len(column):
-        return [].__getitem__
+        return _no_rows
     bounds, null = _bounds(column)
     buffer = column.buffers()[2]
     data = memoryview(b"" if buffer is None else buffer).cast("B")

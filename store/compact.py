@@ -241,7 +241,8 @@ def _key_columns(key: Key) -> dict[str, Any]:
 
 def _token_rows(tape: Tape) -> Iterator[pa.RecordBatch]:
     schema = TAPE_TABLES["tokens"]
-    for sequence in tape:
+    for kept in tape:
+        sequence = kept.window(0, kept.length)  # what is read of it is let go with it
         rows = tape.fragments("tokens", sequence.key)
         if not rows:
             continue

@@ -27,6 +27,8 @@ from rolltape.store.writer import TapeWriter
 
 # positions of a plain row: few enough for a window, many enough for zstd
 _PLAIN_TOKENS = 4096
+# a batch of plain rows: whoever wants one sequence decodes all of it
+_PLAIN_BYTES = 256 << 10
 # Combine weights and margins hardly compress, and whoever reads a sequence reads its whole batch:
 # where they were recorded a batch holds fewer tokens.
 _FLOAT_BYTES = 4 << 20
@@ -105,6 +107,7 @@ class RouteWriter:
         self._source, self._writer = source, writer
         self._packed, self._order = packed, order
         self._block: _Block | None = None
+        self._rows: list[pa.RecordBatch] = []
         self.shared = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -116,7 +119,9 @@ class RouteWriter:
                         f"{sequence.id} has sets of experts, plain routes are in slot order",
                         hint="routes=packed",
                     )
-                self._writer.append_batch("routes", _row(part, _plain(part.routes)))
+                self._rows.append(_row(part, _plain(part.routes)))
+                if sum(row.nbytes for row in self._rows) >= _PLAIN_BYTES:
+                    self.flush()
                 continue
             if self._block is None or not self._block.takes(part):
                 self.flush()
@@ -125,6 +130,9 @@ class RouteWriter:
 
     def flush(self) -> None:
         """Write what was collected."""
+        if self._rows:
+            self._writer.write_batch("routes", pa.concat_batches(self._rows))
+            self._rows = []
         if self._block is not None:
             self.shared += self._block.shared
             self._writer.write_batch("routes", self._block.batch(order=self._order))
@@ -347,8 +355,8 @@ def _merged(rows: Items[Mapping[str, Any]], start: int, end: int) -> list[Mappin
 
 def _plain(routes: Routes) -> dict[str, Any]:
     cells: dict[str, Any] = {
-        "encoding": "plain",
-        "ids": [codecs.encode_plain(routes.ids, routes.num_experts)],
+        "encoding": "rows",
+        "ids": [codecs.encode_rows(routes.ids, routes.num_experts)],
         "valid": [codecs.encode_bits(routes.valid)],
     }
     if routes.weights is not None:

@@ -40,12 +40,18 @@ def differences(a: Tape, b: Tape, *, sets: bool = False) -> Iterator[str]:
         if not _same_rows(a, b, table):
             yield f"table {table} differs"
     infos_differ = not _facts(a).equals(_facts(b))
-    for one, other in zip(a, b, strict=True):
+    for one, other in zip(_each(a), _each(b), strict=True):
         if one.length != other.length or (infos_differ and one.info != other.info):
             yield f"{one.id}: info differs"
         for field in _differing(one, other, sets=sets):
             yield f"{one.id}: {field} differs"
     yield from _orphans(a, b)
+
+
+def _each(tape: Tape) -> Iterator[Sequence]:
+    """All sequences; what is read of one is let go with it."""
+    for sequence in tape:
+        yield sequence.window(0, sequence.length)
 
 
 def _facts(tape: Tape) -> pa.Table:

@@ -101,7 +101,10 @@ def fsck(
         NotATapeError: it is not a tape.
     """
     place = place_of(tape, storage_options)
-    if kind_of("", place) == "report":
+    kind = kind_of("", place)
+    if kind is None:
+        Tape(place)  # says what is not there
+    if kind == "report":
         raise NotATapeError(f"{place} is a report", hint="it can be made again from its tapes")
     if not repair:
         return _fsck(place, repair=False)
@@ -286,7 +289,9 @@ def _missing(place: LocalPlace | ObjectPlace, broken: list[str], repair: bool) -
         if name.partition("/")[0] in DERIVED_TABLES:
             yield Finding("index", name, problem, "written anew", repair)
             continue
-        if repair and name.partition("/")[2] not in place.files(name.partition("/")[0]):
+        table, _, file = name.partition("/")
+        known = file in place.files(table) or f"{table}-{file}" in place.files(DAMAGED)
+        if repair and not known:  # else it is there, or an earlier repair has set it aside
             _note_gap(place, {"reason": _MISSING, "shard": name})
         action = "sealed without it, the loss is recorded"
         yield Finding("missing", name, problem, action, repair)

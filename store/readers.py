@@ -152,7 +152,7 @@ class SealedShard(Shard):
                 tail = self._at(self.nbytes - need, need)
             self._blocks = messages.blocks(memoryview(tail), self.nbytes)
             self._readers: dict[tuple[int, ...] | None, Any] = {}
-            self.schema = self._read_schema()
+            self.schema = self._read_schema(tail)
         except DamagedShardError as error:
             raise self._damaged(str(error)) from error
         except (StorageError, FileNotFoundError):
@@ -168,11 +168,16 @@ class SealedShard(Shard):
             return DamagedShardError(text)
         return DamagedShardError(f"{self.name}: {text.splitlines()[0]}")
 
-    def _read_schema(self) -> pa.Schema:
+    def _read_schema(self, tail: pa.Buffer) -> pa.Schema:
+        # The checksums of columns cannot say that one is missing: a name that is altered would do
+        # that. But a file has its schema twice.
         head = self._at(0, min(self.nbytes, _TAIL))
         if bytes(head[: len(MAGIC)]) != MAGIC:
             raise DamagedShardError("no Arrow magic at the start")
-        return _schema(head[len(MAGIC) :])
+        schema = _schema(head[len(MAGIC) :])
+        if not schema.equals(_footer_schema(tail), check_metadata=True):
+            raise DamagedShardError("its two copies of the schema differ")
+        return schema
 
     def _read(self, number: int, wanted: tuple[int, ...]) -> pa.RecordBatch:
         block = self._blocks[number]
@@ -210,6 +215,13 @@ class SealedShard(Shard):
 
 def _schema(message: pa.Buffer) -> pa.Schema:
     schema = pa.ipc.read_schema(message)
+    schema.names  # noqa: B018 - raises if they are not text
+    return schema
+
+
+def _footer_schema(tail: pa.Buffer) -> pa.Schema:
+    need = messages.footer_length(bytes(tail[-10:]))
+    schema = pa.ipc.open_file(pa.BufferReader(MAGIC + bytes(tail[len(tail) - need :]))).schema
     schema.names  # noqa: B018 - raises if they are not text
     return schema
 
@@ -320,10 +332,8 @@ class LiveShard(Shard):
 class FooterShard(SealedShard):
     """A finished shard, by the copy of its schema that stands in the footer."""
 
-    def _read_schema(self) -> pa.Schema:
-        schema = pa.ipc.open_file(self._source).schema
-        schema.names  # noqa: B018 - raises if they are not text
-        return schema
+    def _read_schema(self, tail: pa.Buffer) -> pa.Schema:
+        return _footer_schema(tail)
 
 
 class BrokenShard(LiveShard):

@@ -48,12 +48,15 @@ class Sequence:
         length: number of positions T known so far.
         span: of a window, first position and one behind the last; else the whole sequence. Arrays
             have an entry for each position of the span.
+        closed: whether the length is final. Of a sequence that is not, fragments of other tables
+            may reach further than its tokens do yet; the rest of them is left out.
     """
 
     tape: Tape = field(repr=False)
     key: Key
     length: int
     span: tuple[int, int] = (0, 0)
+    closed: bool = True
 
     @property
     def id(self) -> str:
@@ -91,7 +94,11 @@ class Sequence:
             raise UsageError(
                 f"{self.id} has no positions {start}:{stop}", hint=f"it has 0:{self.length}"
             )
-        return Sequence(self.tape, self.key, self.length, (start, stop))
+        return Sequence(self.tape, self.key, self.length, (start, stop), self.closed)
+
+    @property
+    def _limit(self) -> int:
+        return self.length if self.closed else 1 << 31
 
     def _rows(self, table: str) -> list[Fragment]:
         whole = self.span == (0, self.length)
@@ -127,7 +134,9 @@ class Sequence:
         begin, end = self.span
         if len(self._tokens) == 1:  # the usual case after `compact`
             cell = self._tokens[0][column]
-            if cell is not None and (self._tokens[0]["start"], len(cell)) == (begin, end - begin):
+            only = self._tokens[0]
+            whole = (only["start"], only["n"]) == (begin, end - begin)
+            if cell is not None and whole and len(cell) == end - begin:
                 if isinstance(cell, Masked):
                     return Masked(cell.values.astype(dtype), cell.valid.copy())
                 return Masked.full(cell.astype(dtype))
@@ -136,7 +145,7 @@ class Sequence:
             cell = fragment[column]
             if cell is not None:
                 where = f"tokens.{column} of {self.id}"
-                _place(out, begin, fragment["start"], cell, length=self.length, where=where)
+                _place(out, begin, fragment, cell, limit=self._limit, where=where)
         return out
 
     def routes(self, role: str = "used", layers: Items[int] | None = None) -> Routes | None:
@@ -155,13 +164,13 @@ class Sequence:
         if not rows:
             return None
         return join_routes(
-            rows, self.span, self.id, length=self.length, unpack=self.tape.unpack, layers=layers
+            rows, self.span, self.id, length=self._limit, unpack=self.tape.unpack, layers=layers
         )
 
     def supports(self) -> Supports | None:
         """Kept sets, or None when the tape holds none for the sequence."""
         rows = self._rows("supports")
-        return join_supports(rows, self.span, self.id, length=self.length) if rows else None
+        return join_supports(rows, self.span, self.id, length=self._limit) if rows else None
 
     def distributions(self) -> Distributions | None:
         """The most probable tokens of each position, or None when the tape holds none."""
@@ -382,7 +391,8 @@ class Tape(Folder):
         return info
 
     @cached_property
-    def _sequences(self) -> dict[Key, Sequence]:
+    def _lengths(self) -> dict[Key, tuple[int, bool]]:
+        """Positions of each sequence, and whether that is final."""
         known = self.index.lengths
         orphans = [key for key in known if key not in self.sequence_rows]
         if orphans:
@@ -396,9 +406,15 @@ class Tape(Folder):
         for key, (row, _) in self.sequence_rows.items():
             length = lengths[row]
             if length is None:
-                length = max(known.get(key, 0), prompts[row])
-            out[key] = Sequence(self, key, int(length), (0, int(length)))
+                out[key] = max(known.get(key, 0), prompts[row]), False
+            else:
+                out[key] = length, True
         return out
+
+    def _sequence(self, key: Key) -> Sequence:
+        # new each time: a sequence keeps what it has read
+        length, closed = self._lengths[key]
+        return Sequence(self, key, length, (0, length), closed)
 
     def rollups(self) -> pa.Table:
         """A row of facts a sequence, in the order of `keys()`: counts, sums, extremes, versions.
@@ -418,7 +434,7 @@ class Tape(Folder):
         return len(self.sequence_rows)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences.values())
+        return map(self._sequence, self._lengths)
 
     def keys(self) -> list[Key]:
         """Keys of all sequences, in the order they were opened."""
@@ -435,14 +451,14 @@ class Tape(Folder):
             UsageError: none, or more than one, has that name.
         """
         if isinstance(which, Key):
-            if which in self._sequences:
-                return self._sequences[which]
+            if which in self._lengths:
+                return self._sequence(which)
             raise UsageError(f"{self.place} has no sequence {which.id}")
         if which in self._by_id:
-            return self._sequences[self._by_id[which]]
+            return self._sequence(self._by_id[which])
         found = [key for id_, key in self._by_id.items() if id_.partition(".")[2] == which]
         if len(found) == 1:
-            return self._sequences[found[0]]
+            return self._sequence(found[0])
         problem = f"{len(found)} sequences named" if found else "no sequence"
         raise UsageError(
             f"{self.place} has {problem} {which!r}", hint=f"`rolltape show {self.place}` lists them"
@@ -561,15 +577,23 @@ def _reaches(fragment: Fragment, span: tuple[int, int]) -> bool:
 
 
 def _place(
-    out: Masked, begin: int, start: int, cell: np.ndarray | Masked, *, length: int, where: str
+    out: Masked,
+    begin: int,
+    fragment: Fragment,
+    cell: np.ndarray | Masked,
+    *,
+    limit: int,
+    where: str,
 ) -> None:
-    """Put a fragment that begins at `start` into what covers the positions from `begin`."""
+    """Put a column of a fragment into what covers the positions from `begin`."""
     values, valid = (
         (cell.values, cell.valid) if isinstance(cell, Masked) else (cell, np.ones(len(cell), bool))
     )
-    end = start + len(values)
-    if start < 0 or end > length:
-        raise SchemaError(f"{where} covers [{start}, {end}) of a sequence of {length} tokens")
+    start, end = fragment["start"], fragment["start"] + len(values)
+    if len(values) != fragment["n"]:
+        raise SchemaError(f"{where} has {len(values)} values at {start}, n is {fragment['n']}")
+    if start < 0 or end > limit:
+        raise SchemaError(f"{where} covers [{start}, {end}) of a sequence of {limit} tokens")
     low, high = max(start, begin), min(end, begin + len(out))
     if low >= high:
         return

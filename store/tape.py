@@ -36,7 +36,7 @@ REPORT_HEADER = "report.json"
 SEAL = "seal.json"
 
 # A reader keeps at most so many bytes of files mapped.
-_OPEN_BYTES = 192 << 20
+_OPEN_BYTES = 64 << 20
 
 
 class Folder:
@@ -165,6 +165,29 @@ class Folder:
 
         return self._open.get((table, file, whole), make)
 
+    def verify(self, most: int) -> bool:
+        """Check finished shards against the hashes in their names; damage goes to `problems`.
+
+        Args:
+            most: stop after so many bytes.
+
+        Returns:
+            Whether all of them were checked.
+        """
+        for table in self.schemas:
+            sizes = self.place.files(table)
+            for file in self.files(table):
+                if not file.endswith(".arrow"):
+                    continue
+                most -= sizes.get(file, 0)
+                if most < 0:
+                    return False
+                try:
+                    open_shard(self.place, table, file).close()
+                except (DamagedShardError, FileNotFoundError) as error:
+                    self.note(str(error))
+        return True
+
     def batches(
         self,
         table: str,
@@ -207,8 +230,9 @@ class Folder:
             self.note(str(error))
 
     def note(self, problem: str) -> None:
-        """Add to `problems`, once."""
-        if problem not in self.problems:
+        """Add to `problems`: the first thing that is found out about a file, which it begins with."""
+        file = problem.partition(": ")[0]
+        if not any(known.partition(": ")[0] == file for known in self.problems):
             self.problems.append(problem)
 
     def count(self, table: str, *, whole: bool = False) -> int:

@@ -365,6 +365,15 @@ class TapeWriter:
             self._log.committed(table, self._log.take(table))
 
 
+def check_commit_log(path: str | os.PathLike[str]) -> None:
+    """Find out before a job starts whether its commit log can be written.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    _CommitLog(Path(path)).close()
+
+
 class _CommitLog:
     """Appends a line a committed row; several processes may share the file."""
 

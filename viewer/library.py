@@ -19,6 +19,9 @@ from rolltape.store.tape import Report, kind_of, open_report, seal_problems
 from rolltape.viewer.answers import unknown
 from rolltape.viewer.vocabulary import Vocabulary, load_vocabulary
 
+#: A tape up to this size is checked as a whole when it is opened; damage of a larger one shows when
+#: what is damaged is asked for.
+_VERIFIED_BYTES = 512 << 20
 #: Seconds between two looks at a tape that is still being written.
 LOOK_EVERY = 1.0
 
@@ -210,7 +213,7 @@ class Library:
             look = _look(opened.path)
             if look != opened.look:
                 opened.look = look
-                opened.folder = open_tape(opened.path, skip_damaged=True)
+                opened.folder = _open_tape(opened.path)
                 self._opened[uuid] = opened
                 self._pairs.clear()
                 self.generation += 1
@@ -270,7 +273,7 @@ class Library:
     def _open(self, path: Path) -> None:
         try:
             folder: Tape | Report = (
-                open_tape(path, skip_damaged=True)
+                _open_tape(path)
                 if kind_of(path) == "tape"
                 else open_report(path, skip_damaged=True)
             )
@@ -300,6 +303,13 @@ def _find(path: Path) -> list[Path]:
             hint="it is a file" if path.exists() else "no such file or folder",
         )
     return sorted(p for p in path.iterdir() if p.is_dir() and kind_of(p) is not None)
+
+
+def _open_tape(path: Path) -> Tape:
+    """A tape whose damage is known as far as looking for it takes no time that anyone notices."""
+    tape = open_tape(path, skip_damaged=True)
+    tape.verify(_VERIFIED_BYTES)
+    return tape
 
 
 def _look(path: Path) -> tuple[Any, ...]:

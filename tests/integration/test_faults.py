@@ -14,6 +14,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,10 @@ class Failing:
         return getattr(self.file, name)
 
 
+def append(writer: store.TapeWriter, *, rows: dict[str, Any]) -> None:
+    writer.append("tokens", rows)
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_what_was_committed_before_a_write_failed_stays(
     tmp_path: Path, monkeypatch: Any, code: int
@@ -172,7 +177,7 @@ def test_what_was_committed_before_a_write_failed_stays(
         for number in range(3):
             rows = kill_writers.block(number)["tokens"]
             taken += session.put(
-                lambda writer, rows=rows: writer.append("tokens", rows),
+                partial(append, rows=rows),
                 nbytes=1,
                 gap={"detail": {"block": str(rows["start"])}},
             )

@@ -15,7 +15,7 @@ from rolltape import store
 from rolltape.recorder import session as sessions
 from rolltape.recorder.options import Options
 from rolltape.recorder.session import MAX_FAULTS, Session
-from rolltape.store import TapeWriter, UsageError
+from rolltape.store import StorageError, TapeWriter, UsageError
 
 ROW = {"engine": "e" * 32, "sample": 0, "pass": 0, "prompt_len": 1, "finish": "stop"}
 
@@ -170,6 +170,79 @@ def test_a_tape_that_goes_away_ends_the_recording_not_the_job(
     monkeypatch.undo()
     store.seal(tape)
     assert [s.key.request for s in store.open(tape)] == ["written"]
+
+
+def test_a_stopped_recording_names_what_was_in_its_queue(
+    tape: Path, make: Any, capfd: Any, monkeypatch: Any
+) -> None:
+    session = make()
+    hold, held = threading.Event(), threading.Event()
+
+    def fail(writer: TapeWriter) -> None:
+        held.set()
+        hold.wait()
+        raise StorageError("the disk is full")
+
+    session.put(fail, nbytes=1, gap={"request": "in flight", "detail": {}})
+    assert held.wait(10)
+    put(session, "queued")
+    hold.set()
+    session.close()
+    found = events(tape, "gap")
+    assert {e["request"] for e in found} == {None, "in flight", "queued"}
+    (end,) = [e["detail"] for e in found if e["request"] is None]
+    assert end == {"reason": "recording stopped: the disk is full", "dropped": 1}
+
+
+def test_max_bytes_ends_with_a_gap(tape: Path, make: Any) -> None:
+    session = make(max_bytes=1)
+    put(session, "first")  # nothing is there yet
+    session.drain()
+    put(session, "second")
+    session.close()
+    assert [s.key.request for s in store.open(tape)] == ["first"]
+    assert any("has reached 1 bytes" in str(e["detail"]) for e in events(tape, "gap"))
+
+
+def test_an_event_is_written_without_a_block_and_makes_no_gap(tape: Path, make: Any) -> None:
+    session = make(queue_mb=1)
+    hold, held = threading.Event(), threading.Event()
+
+    def wait(writer: TapeWriter) -> None:
+        held.set()
+        hold.wait()
+
+    session.put(wait, nbytes=9 << 20, gap={"detail": {}})
+    assert held.wait(10)
+    put(session, "fits", 1)
+    session.event("notice", detail={"what": "seen"})
+    hold.set()
+    assert session.drain()
+    assert [e["detail"] for e in events(tape, "notice")] == [{"what": "seen"}]
+    session.event("notice", detail={"what": "alone"})
+    assert session.drain()
+    assert len(events(tape, "notice")) == 2
+
+
+def test_gaps_do_not_pile_up_without_bound(tape: Path, make: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sessions, "_MOST_GAPS", 5)
+    session = make(queue_mb=1)
+    hold, held = threading.Event(), threading.Event()
+
+    def wait(writer: TapeWriter) -> None:
+        held.set()
+        hold.wait()
+
+    session.put(wait, nbytes=0, gap={"detail": {}})
+    assert held.wait(10)
+    put(session, "fits", 1 << 20)
+    for i in range(9):
+        assert not put(session, str(i))
+    hold.set()
+    assert session.drain()
+    details = [e["detail"] for e in events(tape, "gap")]
+    assert [d["what"] for d in details[:5]] == list("01234")
+    assert details[5:] == [{"reason": "too many gaps to list", "gaps": 4}]
 
 
 def test_a_forked_child_records_under_a_writer_of_its_own(tape: Path) -> None:

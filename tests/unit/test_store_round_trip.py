@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from rolltape import store
 from rolltape.store import Key, Masked, SchemaError, codecs
 from rolltape.store.schema import SUPPORT_EXPLICIT, SUPPORT_FULL, SUPPORT_UNRECORDED
+from tests import reference
+from tests.random_tapes import Made, tapes
 
 QUICK = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -292,3 +294,47 @@ def test_any_arrow_reader_opens_a_shard(tmp_path: Path) -> None:
     tape = write(tmp_path / "a", sequences=opened(1, 1))
     table = ds.dataset(tape.path / "sequences", format="ipc").to_table()
     assert table.column("finish").to_pylist() == ["stop"]
+
+
+@QUICK
+@given(made=tapes(), sealed=st.booleans())
+def test_whatever_was_written_is_read_back_joined(
+    tmp_path_factory: Any, made: Made, sealed: bool
+) -> None:
+    tape = store.open(made.write(tmp_path_factory.mktemp("t") / "a", sealed=sealed))
+    assert tape.keys() == made.keys
+    for sequence in tape:
+        found, wanted = reference.read(sequence), reference.expected(made, sequence.key)
+        for name in wanted:
+            assert found[name] == wanted[name], f"{name} of {sequence.id}"
+
+
+@QUICK
+@given(made=tapes())
+def test_the_flat_table_is_the_sequences_side_by_side(tmp_path_factory: Any, made: Made) -> None:
+    tape = store.open(made.write(tmp_path_factory.mktemp("t") / "a"))
+    table = tape.to_table()
+    assert table.column("id").to_pylist() == [key.id for key in made.keys]
+    facts = tape.rollups()
+    for name in facts.column_names:
+        assert table.column(name).to_pylist() == facts.column(name).to_pylist()
+    for row, key in enumerate(made.keys):
+        wanted = reference.expected(made, key)
+        for name in ("ids", "loss_mask"):
+            assert table.column(name)[row].as_py() == wanted[name]
+        for name in ("processed", "scaled", "raw"):
+            cell = table.column(name)[row].values
+            bits = cell.fill_null(0).to_numpy().view(np.uint32).tolist()
+            valid = cell.is_valid().to_pylist()
+            assert [b if ok else None for b, ok in zip(bits, valid, strict=True)] == wanted[name]
+
+
+def test_gaps_and_orphans_are_said_and_not_mixed_with_others(tmp_path: Path) -> None:
+    root = store.create_tape(tmp_path / "a", role="rollout")
+    with store.TapeWriter(root) as writer:
+        writer.append("sequences", opened(1, 1))
+        writer.append("tokens", {**key_columns("lost"), "start": 0, "n": 1, "ids": [[7]]})
+    tape = store.open(root)
+    assert [s.key.request for s in tape] == ["0-0"]
+    assert any("lost.0" in problem for problem in tape.problems)
+    assert not next(iter(tape)).tokens.valid.any()
