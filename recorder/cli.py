@@ -29,6 +29,7 @@ from rolltape.recorder.output import default_output, expand, prepare_output
 from rolltape.recorder.summary import lines, why_nothing
 from rolltape.store import UsageError
 from rolltape.store.places import LocalPlace
+from rolltape.store.writer import check_commit_log
 
 
 @click.command(
@@ -206,6 +207,8 @@ def record(
     if refused is not None:
         voice.warn(refused.words)
         return refused.status
+    if job.options.commit_log:
+        check_commit_log(job.options.commit_log)
     prepare_output(job.place, append=append, overwrite=overwrite)
     voice.say(f"recording to {_shown(job.tape)}")
     for name, value in sorted(job.variables.items()):

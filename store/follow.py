@@ -19,7 +19,7 @@ from rolltape.store.errors import DamagedShardError, UsageError
 from rolltape.store.places import Place, place_of
 from rolltape.store.readers import _conform, finished_name, open_shard
 from rolltape.store.schema import DERIVED_TABLES, TAPE_TABLES
-from rolltape.store.shards import CHECKSUM, LIVE, MAGIC, checksum, shard_names
+from rolltape.store.shards import CHECKSUM, LIVE, MAGIC, SEALED, UNSEALED, checksum, shard_names
 from rolltape.store.tape import SEAL, TAPE_HEADER
 
 _TABLES = tuple(name for name in TAPE_TABLES if name not in DERIVED_TABLES)
@@ -211,6 +211,8 @@ def _by_writer(names: Sequence[str]) -> dict[str, list[tuple[int, str]]]:
     """(number, file) by writer, ascending; the finished one where a live one still stands."""
     found: dict[str, dict[int, str]] = {}
     for name in names:
+        if not (SEALED.fullmatch(name) or UNSEALED.fullmatch(name)):
+            continue  # not a name that a writer gives
         writer, _, rest = name.partition("-")
         number = int(rest.partition("-")[0].partition(".")[0])
         shards = found.setdefault(writer, {})

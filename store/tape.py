@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from rolltape.store.readers import (
     shards_of,
 )
 from rolltape.store.schema import FORMAT_MAJOR, REPORT_TABLES, TAPE_TABLES
+from rolltape.store.shards import JSON_CHECKSUM, SEALED, json_checksum
 
 TAPE_HEADER = "tape.json"
 REPORT_HEADER = "report.json"
@@ -230,7 +231,7 @@ class Folder:
             self.note(str(error))
 
     def note(self, problem: str) -> None:
-        """Add to `problems`: the first thing that is found out about a file, which it begins with."""
+        """Add to `problems`, if it is the first of the file that it begins with."""
         file = problem.partition(": ")[0]
         if not any(known.partition(": ")[0] == file for known in self.problems):
             self.problems.append(problem)
@@ -311,20 +312,52 @@ def read_seal(place: Place) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     seal = _parse(data, f"{place}/{SEAL}")
-    shards = seal.get("shards", [])
-    if not isinstance(shards, list) or not all(_is_entry(entry) for entry in shards):
-        raise NotATapeError(f"{place}/{SEAL}: shards is not a list of names and sizes")
+    _check_json(seal, f"{place}/{SEAL}")
+    index = seal.get("index") or {}
+    problems = [
+        ("shards", _is_list(seal.get("shards", []), _is_entry)),
+        ("index", isinstance(index, dict) and _is_list(index.get("shards", []), _is_entry)),
+        ("index", isinstance(index, dict) and _is_count(index.get("covers", 0))),
+        ("version", _is_count(seal.get("version", 1))),
+        ("status", isinstance(seal.get("status", {}), dict)),
+        ("recovered", _is_list(seal.get("recovered", []), _is_object)),
+        ("live", _is_list(seal.get("live", []), _is_text)),
+    ]
+    for name, fine in problems:
+        if not fine:
+            raise NotATapeError(f"{place}/{SEAL}: {name} is not what a seal holds there")
     return seal
+
+
+def _is_list(value: Any, item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(item(entry) for entry in value)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < 1 << 31
 
 
 def _is_entry(entry: Any) -> bool:
     return (
         isinstance(entry, dict)
-        and isinstance(entry.get("shard"), str)
+        and _is_shard(entry.get("shard"))
         and isinstance(entry.get("bytes"), int)
-        and isinstance(entry.get("batches", 0), int | None)
-        and isinstance(entry.get("version", 1), int)
+        and (entry.get("batches") is None or _is_count(entry["batches"]))
+        and _is_count(entry.get("version", 1))
     )
+
+
+def _is_shard(name: Any) -> bool:
+    table, _, file = name.partition("/") if isinstance(name, str) else ("", "", "")
+    return (table in TAPE_TABLES or table in REPORT_TABLES) and bool(SEALED.fullmatch(file))
 
 
 def check_seal(place: Place, seal: Mapping[str, Any]) -> None:
@@ -373,14 +406,23 @@ def _read_header(place: Place, name: str) -> dict[str, Any]:
     header = _parse(data, f"{place}/{name}")
     version = str(header.get("format", ""))
     major = version.partition(".")[0]
-    if not major.isdecimal() or "uuid" not in header:
+    if not (major.isdecimal() and len(major) < 9) or not isinstance(header.get("uuid"), str):
         raise NotATapeError(f"{place}/{name}: no format version", hint=f"not written as a {what}")
     if int(major) > FORMAT_MAJOR:
         raise NewerFormatError(
             f"{place} has format {version}, this rolltape reads up to {FORMAT_MAJOR}.x",
             hint="upgrade rolltape",
         )
+    if name == TAPE_HEADER:
+        _check_json(header, f"{place}/{name}")
     return header
+
+
+def _check_json(value: dict[str, Any], name: str) -> None:
+    """Take the checksum out of the content of a JSON file; tapes of format 1.0 have none."""
+    stored = value.pop(JSON_CHECKSUM, None)
+    if stored is not None and stored != json_checksum(value):
+        raise NotATapeError(f"{name}: altered after it was written", hint="its checksum differs")
 
 
 def _parse(data: bytes, name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, overload
 
@@ -246,16 +246,18 @@ class TapeWriter:
 
     def flush(self) -> None:
         """Hand everything buffered to the operating system, or put what is old enough."""
-        # events first: if there is no room they are what says so
-        for table in sorted(self._pending, key=lambda name: name != "events"):
+        # events first: if there is no room they are what says so. `sequences` last: who sees a
+        # closing row may rely on the fragments that this writer added before it.
+        for table in _in_order(self._pending):
             self._flush_table(table)
         self.put_due()
 
     def put_due(self) -> None:
         """In an object store: put the shards whose first row is 10 s old."""
+        waiting = {t: s for t, s in self._open.items() if isinstance(s, ObjectShardWriter)}
         now = time.monotonic()
-        for table, shard in list(self._open.items()):
-            if isinstance(shard, ObjectShardWriter) and now - shard.opened >= OBJECT_SECONDS:
+        if any(now - shard.opened >= OBJECT_SECONDS for shard in waiting.values()):
+            for table in _in_order(waiting):  # all, or a closing row might overtake its fragments
                 self._close(table)
 
     @property
@@ -274,7 +276,7 @@ class TapeWriter:
             self.flush()
         except (StorageError, TapeFullError) as error:
             problem = error
-        for table in list(self._open):
+        for table in _in_order(self._open):
             try:
                 shard = self._open[table]
                 gone = problem is not None and self._give_up is not None and self._give_up()
@@ -372,6 +374,11 @@ def check_commit_log(path: str | os.PathLike[str]) -> None:
         UsageError: it cannot.
     """
     _CommitLog(Path(path)).close()
+
+
+def _in_order(tables: Iterable[str]) -> list[str]:
+    order = {"events": 0, "sequences": 2}
+    return sorted(tables, key=lambda name: order.get(name, 1))
 
 
 class _CommitLog:
