@@ -113,7 +113,7 @@ def compact(
         )
     )
     try:
-        with TapeWriter(place) as writer:
+        with TapeWriter(place, uncompressed=() if routes == "packed" else ("routes",)) as writer:
             shared = _write_tables(source, writer, packed=routes == "packed", order=not sets)
         seal(place, status=source.seal.get("status", {}))
         result = open_tape(place)

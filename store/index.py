@@ -55,8 +55,14 @@ class Entries:
 
     def of(self, code: int) -> slice:
         """The entries of a sequence."""
-        first, last = np.searchsorted(self.code, [code, code + 1])
-        return slice(int(first), int(last))
+        bounds = self._bounds
+        return slice(bounds[code], bounds[code + 1]) if code + 1 < len(bounds) else slice(0, 0)
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        codes = int(self.code[-1]) + 2 if len(self.code) else 0
+        found: list[int] = np.searchsorted(self.code, np.arange(codes)).tolist()
+        return found
 
 
 @dataclass(frozen=True)
@@ -151,13 +157,12 @@ class Index:
         if code is None:
             return []
         where = entries.of(code)
-        keep = np.ones(where.stop - where.start, bool)
+        files, batches = entries.file[where], entries.batch[where]
         if start is not None and stop is not None:
             keep = (entries.start[where] < stop) & (entries.end[where] > start)
-        return [
-            (entries.files[f], int(b))
-            for f, b in zip(entries.file[where][keep], entries.batch[where][keep], strict=True)
-        ]
+            files, batches = files[keep], batches[keep]
+        pairs = zip(files.tolist(), batches.tolist(), strict=True)
+        return [(entries.files[file], batch) for file, batch in pairs]
 
     @cached_property
     def lengths(self) -> dict[Key, int]:

@@ -72,8 +72,7 @@ def join_routes(
         SchemaError: fragments that do not belong together or do not fit.
         UsageError: a layer that was not recorded.
     """
-    recorded = tuple(int(x) for x in rows[0]["layers"])
-    k, experts = rows[0]["k"], rows[0]["num_experts"]
+    recorded, k, experts = _kind(rows[0])
     columns = None if layers is None else _columns(recorded, layers, name)
     chosen = recorded if columns is None else tuple(recorded[c] for c in columns)
     begin, end = span
@@ -87,7 +86,7 @@ def join_routes(
     for row in rows:
         start, n = row["start"], row["n"]
         where = f"routes of {name} at {start}"
-        if (tuple(row["layers"]), row["k"], row["num_experts"]) != (recorded, k, experts):
+        if row is not rows[0] and _kind(row) != (recorded, k, experts):
             raise SchemaError(f"{where}: layers, k or num_experts differ from the first fragment")
         if start < 0 or n < 0 or start + n > length:
             raise SchemaError(f"{where}: {n} rows in a sequence of {length} tokens")
@@ -114,6 +113,10 @@ def join_routes(
         if row["margin"] is not None and margin is not None:
             _put(margin[outer], _floats(row, "margin", wide, columns, where)[inner], fresh)
     return Routes(chosen, experts, ids, valid, weights, weighted, margin, tuple(missing), order)
+
+
+def _kind(row: Mapping[str, Any]) -> tuple[tuple[int, ...], int, int]:
+    return tuple(np.asarray(row["layers"]).tolist()), row["k"], row["num_experts"]
 
 
 def _columns(recorded: tuple[int, ...], layers: Sequence[int], name: str) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ TEMPORARY = re.compile(r"\.(?:[0-9a-f]{32}-[0-9].*|(?:tape|report|seal)\.json)\.
 #: How long a put into an object store is tried again.
 RETRY_S = 60.0
 _OPTIONS = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1))
+_UNCOMPRESSED = pa.ipc.IpcWriteOptions()
 
 
 def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -143,7 +144,9 @@ class _HashingSink:
 class _Batches:
     """The Arrow IPC file of a shard, written to a file object batch by batch."""
 
-    def __init__(self, file: RawFile, table: str, schema: pa.Schema) -> None:
+    def __init__(
+        self, file: RawFile, table: str, schema: pa.Schema, *, compress: bool = True
+    ) -> None:
         self.failed = False
         self._sink = _HashingSink(file)
         self.schema = schema.with_metadata(
@@ -151,7 +154,9 @@ class _Batches:
         )
         # Arrow writes many small pieces; each crossing into Python costs more than copying it
         self._stream = pa.BufferedOutputStream(pa.PythonFile(self._sink, mode="w"), _PIECE)
-        self._writer = pa.ipc.new_file(self._stream, self.schema, options=_OPTIONS)
+        self._writer = pa.ipc.new_file(
+            self._stream, self.schema, options=_OPTIONS if compress else _UNCOMPRESSED
+        )
         self._number = 0
 
     @property
@@ -196,6 +201,7 @@ class ShardWriter:
         schema: schema of the table.
         fsync: also survive power loss, at a cost.
         hidden: nobody reads the file before it is finished; for a recovery.
+        compress: the buffers with zstd; else a reader can use them where they lie.
 
     The live file is locked (flock) for as long as its writer lives, so that whoever seals the
     tape can tell a dead writer from one that is still at work.
@@ -210,6 +216,7 @@ class ShardWriter:
         schema: pa.Schema,
         fsync: bool = False,
         hidden: bool = False,
+        compress: bool = True,
     ) -> None:
         self.path = folder / f"{writer}-{number}{LIVE}"
         self._stem = f"{writer}-{number}"
@@ -225,7 +232,7 @@ class ShardWriter:
                 self.path = opening
             else:
                 os.rename(opening, self.path)
-        self._batches = _Batches(self._file, folder.name, schema)
+        self._batches = _Batches(self._file, folder.name, schema, compress=compress)
         _open_shards.add(self)
 
     @property
@@ -325,6 +332,7 @@ class ObjectShardWriter:
         number: running number of the shard within (table, writer).
         schema: schema of the table.
         give_up: asked before a put that failed is tried again; by default after 60 s.
+        compress: the buffers with zstd.
 
     Nothing is committed before `close`.
     """
@@ -338,12 +346,13 @@ class ObjectShardWriter:
         number: int,
         schema: pa.Schema,
         give_up: Callable[[], bool] | None = None,
+        compress: bool = True,
     ) -> None:
         self._place = place
         self._stem = f"{table}/{writer}-{number}"
         self._give_up = give_up
         self._memory = io.BytesIO()
-        self._batches = _Batches(self._memory, table, schema)
+        self._batches = _Batches(self._memory, table, schema, compress=compress)
         self._finished = False
         self.opened = time.monotonic()
 

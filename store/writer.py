@@ -6,7 +6,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, overload
 
@@ -191,6 +191,7 @@ class TapeWriter:
             still written.
         give_up: of an object store: asked before a put that failed is tried again; by default 60 s
             are spent on each.
+        uncompressed: tables whose buffers are stored as they are, for readers that map them.
 
     Rows are buffered until 1 MiB or `flush()`. In a folder, what has been flushed is committed: it
     survives SIGKILL. In an object store rows are committed when their shard is put: at 8 MiB, 10 s
@@ -206,6 +207,7 @@ class TapeWriter:
         commit_log: str | os.PathLike[str] | None = None,
         max_bytes: int | None = None,
         give_up: Callable[[], bool] | None = None,
+        uncompressed: Collection[str] = (),
     ) -> None:
         given = isinstance(root, LocalPlace | ObjectPlace)
         self.place: Place = root if given else place_of(root, storage_options)  # type: ignore[assignment,arg-type]
@@ -214,6 +216,7 @@ class TapeWriter:
             raise NotATapeError(f"{self.place}: neither {TAPE_HEADER} nor {REPORT_HEADER} there")
         self.tables = TAPE_TABLES if kind == "tape" else REPORT_TABLES
         self.id = new_uuid()
+        self._uncompressed = frozenset(uncompressed)
         self._fsync = fsync
         self._give_up = give_up
         self._log = _CommitLog(Path(commit_log)) if commit_log is not None else None
@@ -349,6 +352,7 @@ class TapeWriter:
                 number=number,
                 schema=schema,
                 fsync=self._fsync,
+                compress=table not in self._uncompressed,
             )
         return ObjectShardWriter(
             self.place,
@@ -357,6 +361,7 @@ class TapeWriter:
             number=number,
             schema=schema,
             give_up=self._give_up,
+            compress=table not in self._uncompressed,
         )
 
     def _close(self, table: str) -> None:
