@@ -5,6 +5,9 @@ BIN = $(dir $(PY))
 # With another PY (a path) the caller vouches for that environment and no .venv is made.
 READY = $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
 
+# peers.py and processes.py are parts of the others
+BENCHMARKS = $(filter-out benchmarks/peers.py benchmarks/processes.py,$(wildcard benchmarks/[a-z]*.py))
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-unit test-browser lint types docs bench clean chromium
 
@@ -45,7 +48,7 @@ docs: $(READY)  ## write the command-line reference anew
 	$(PY) docs/make_cli.py
 
 bench: $(READY)  ## run every benchmark
-	set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(PY) $$script; done
+	set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(PY) $$script; done
 
 clean:  ## remove builds and caches; recordings and .venv stay
 	rm -rf build dist *.egg-info htmlcov .coverage .coverage.* tests/artifacts

@@ -8,8 +8,9 @@ turns. What a contender reads it may map, cache or prefetch as its library does 
 
 `ratio_packed` is tokens/s of the compacted tape to the fastest contender that is not larger on
 disk, or to the smallest if all are larger; `ratio_plain` that of the tape that `compact --routes
-plain` makes to the fastest of all; `tape recorded` is the tape as it was written; `size_packed` is bytes of the compacted tape to those of the smallest contender. One
-that cannot be imported is named in `not_run`.
+plain` makes to the fastest of all; `tape recorded` is the tape as it was written; `size_packed` is
+bytes of the compacted tape to those of the smallest contender. One that cannot be imported is
+named in `not_run`.
 """
 
 import argparse

@@ -27,8 +27,8 @@ from rolltape.store.writer import TapeWriter
 
 # positions of a plain row: few enough for a window, many enough for zstd
 _PLAIN_TOKENS = 4096
-# A batch of plain rows. They are not compressed (zstd would save 13 %), so that a reader only maps and
-# checks them; a batch is as large as to make the cost of a batch small.
+# A batch of plain rows. They are not compressed (zstd would save 13 %), so that a reader only maps
+# and checks them; a batch is as large as to make the cost of a batch small.
 _PLAIN_BYTES = 1 << 20
 # Combine weights and margins hardly compress, and whoever reads a sequence reads its whole batch:
 # where they were recorded a batch holds fewer tokens.

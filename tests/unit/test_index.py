@@ -113,6 +113,7 @@ def test_an_index_that_points_nowhere_is_refused(tmp_path: Path, column: str, va
     listed = [e for e in seal["index"]["shards"] if not e["shard"].startswith("offsets/")]
     listed.append({"shard": f"offsets/{file.name}", "bytes": file.stat().st_size})
     seal["index"]["shards"] = listed
+    del seal["xxh3"]  # as an attacker would
     (path / SEAL).write_text(json.dumps(seal))
     with pytest.raises(DamagedShardError, match="points to shards or sequences"):
         list(store.open(path))
