@@ -172,6 +172,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.task:
         return processes.run_task(processes.TASKS, args.task)
+    if args.dir is not None:
+        args.dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="store-") as folder:
         found = sizes(Path(folder)) | speeds(Path(folder), args.copies, args.repeat)
     result = {"benchmark": "store", "copies": args.copies, **found, "targets": TARGETS}

@@ -308,10 +308,8 @@ def next_commands(job: Job, recorded: Recorded) -> list[str]:
     replay = _shown(f"{job.tape.rstrip('/')}.replay" if local else f"{job.place.name}.replay")
     # kept sets, where there are any, are what makes the trainer's numbers comparable
     support = " --switch support=recorded" if recorded.summary.supports else ""
-    return [
-        f"rolltape replay {tape} -o {replay} --on transformers --mode score{support}",
-        f"rolltape view {tape}",
-    ]
+    commands = [f"rolltape replay {tape} -o {replay} --on transformers --mode score{support}"]
+    return [*commands, f"rolltape view {tape}"] if local else commands
 
 
 def _shown(tape: str) -> str:

@@ -7,17 +7,10 @@ import json
 
 import click
 
+from rolltape.store.cli import storage_option
 from rolltape.store.compact import ENCODINGS, compact
 from rolltape.store.fsck import fsck
 from rolltape.store.jsonable import jsonable
-
-_STORAGE = click.option(
-    "--storage-option",
-    metavar="KEY VALUE",
-    type=(str, str),
-    multiple=True,
-    help="Option of the object store of a URL, for example endpoint_override.",
-)
 
 
 @click.command("fsck", short_help="Check every byte of a tape; repair it.")
@@ -29,7 +22,7 @@ _STORAGE = click.option(
     "record what is lost as a gap, seal, write the index.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@_STORAGE
+@storage_option
 def fsck_command(
     tape: str, repair: bool, as_json: bool, storage_option: tuple[tuple[str, str], ...]
 ) -> int:
@@ -78,7 +71,7 @@ def _count(findings: tuple[object, ...]) -> str:
 )
 @click.option("--no-check", is_flag=True, help="Do not read both tapes again to compare them.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@_STORAGE
+@storage_option
 def compact_command(
     tape: str,
     out: str,

@@ -35,8 +35,7 @@ class Cells:
     @property
     def nbytes(self) -> int:
         """About what it holds."""
-        size: int = self.batch.nbytes
-        return size + 400 * self.batch.num_rows
+        return int(self.batch.nbytes) + 400 * int(self.batch.num_rows)
 
     @cached_property
     def rows(self) -> dict[Key, np.ndarray]:

@@ -12,6 +12,7 @@ import click
 from rolltape.store.describe import describe_report, describe_tape, position_rows
 from rolltape.store.errors import UsageError
 from rolltape.store.jsonable import jsonable
+from rolltape.store.places import place_of
 from rolltape.store.sequences import Sequence, Tape, open_tape
 from rolltape.store.tape import kind_of, open_report
 
@@ -20,18 +21,30 @@ _WIDTH = 80
 _SEAL_ELSEWHERE = ("argv", "host", "started")  # said of the recording already, or of no use here
 
 
+#: For commands whose TAPE may be a URL.
+storage_option = click.option(
+    "--storage-option",
+    metavar="KEY VALUE",
+    type=(str, str),
+    multiple=True,
+    help="Option of the object store of a URL, for example endpoint_override.",
+)
+
+
 @click.command(short_help="What a tape holds, and what is wrong with it.")
 @click.argument("tape", metavar="TAPE")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def info(tape: str, as_json: bool) -> int:
+@storage_option
+def info(tape: str, as_json: bool, storage_option: tuple[tuple[str, str], ...]) -> int:
     """Say what TAPE (a tape or a diff report) holds, how complete it is, and what is wrong.
 
     Exit status: 0, or 2 if something that was written can no longer be read.
     """
-    if kind_of(tape) == "report":
-        facts = describe_report(open_report(tape, skip_damaged=True))
+    place = place_of(tape, dict(storage_option))
+    if kind_of("", place) == "report":
+        facts = describe_report(open_report(place, skip_damaged=True))
     else:
-        facts = describe_tape(open_tape(tape, skip_damaged=True))
+        facts = describe_tape(open_tape(place, skip_damaged=True))
     if as_json:
         _print_json(facts)
     else:
@@ -56,16 +69,23 @@ def info(tape: str, as_json: bool) -> int:
     help="Layers whose experts are shown: 3,7 or all or none; by default what fits on a line.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@storage_option
 def show(
-    tape: str, sequence: str | None, tokens: str | None, routes: str | None, as_json: bool
+    tape: str,
+    sequence: str | None,
+    tokens: str | None,
+    routes: str | None,
+    as_json: bool,
+    storage_option: tuple[tuple[str, str], ...],
 ) -> int:
     """List the sequences of TAPE, or show SEQ position by position.
 
     SEQ is an id from the list, or the part of it after the engine.
     """
-    if kind_of(tape) == "report":
+    place = place_of(tape, dict(storage_option))
+    if kind_of("", place) == "report":
         raise UsageError(f"{tape} is a report", hint=f"`rolltape info {tape}`")
-    opened = open_tape(tape)
+    opened = open_tape(place)
     if sequence is None:
         for option, value in (("--tokens", tokens), ("--routes", routes)):
             if value is not None:

@@ -68,7 +68,11 @@ def list_column(cells: Sequence[Cell], type_: pa.ListType, *, field: str) -> pa.
         values = np.asarray([] if source is None else source)
         if values.ndim != 1:
             raise SchemaError(f"{field} has a cell of shape {list(values.shape)}")
-        if values.size and not np.can_cast(values.dtype, dtype, "same_kind"):
+        # integers are compared with the limits of the column, floats may lose digits
+        rule: Any = "safe" if dtype.kind in "iu" else "same_kind"
+        if values.size and not np.can_cast(values.dtype, dtype, rule):
+            if isinstance(cell, Masked):  # what stands where nothing is valid is nobody's value
+                values = np.where(cell.valid, values, np.zeros(1, values.dtype))
             values = _checked_cast(values, dtype, field)
         arrays.append(values.astype(dtype, copy=False))
         masks.append(~cell.valid if isinstance(cell, Masked) else np.zeros(values.size, bool))

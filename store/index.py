@@ -8,9 +8,10 @@ and only when it is asked for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -100,7 +101,8 @@ class Index:
         seal_index = (folder.seal or {}).get("index")
         if seal_index:
             try:
-                self._load(seal_index)
+                if _there(folder, seal_index):
+                    self._load(seal_index)
             except DamagedShardError as error:
                 if not folder.skip_damaged:
                     raise
@@ -294,6 +296,11 @@ def _merged(files: list[str], parts: list[Entries | None]) -> Entries:
     columns = {n: np.concatenate([getattr(p, n) for p in known]) for n in names}
     order = np.lexsort((columns["batch"], columns["file"], columns["code"]))
     return Entries(files, **{n: c[order] for n, c in columns.items()})
+
+
+def _there(folder: Folder, seal_index: Mapping[str, Any]) -> bool:
+    """Whether the index is still there: a seal that is newer than ours may have replaced it."""
+    return all(folder.place.exists(str(entry["shard"])) for entry in seal_index["shards"])
 
 
 def derived_table(folder: Folder, table: str) -> pa.Table:

@@ -83,11 +83,12 @@ def _table(tape: Tape, totals: Totals) -> pa.Table:
     return pa.table(arrays, schema=_SCHEMA)
 
 
-def write_index(place: LocalPlace | ObjectPlace) -> dict[str, Any]:
+def write_index(place: LocalPlace | ObjectPlace) -> dict[str, Any] | None:
     """Write the roll-ups and the offsets of what a seal lists, as shards of their own.
 
     Returns:
         For the seal: `covers`, the number of shards it lists, and `shards`, the files written.
+        None if a listed shard is damaged or gone: an index without it would hide that.
     """
     tape = Tape(place, skip_damaged=True)
     tape.seal = {**(tape.seal or {}), "index": None}
@@ -96,6 +97,10 @@ def write_index(place: LocalPlace | ObjectPlace) -> dict[str, Any]:
     for table in TAPE_TABLES:
         tape.only(table, [n.partition("/")[2] for n in listed if n.startswith(f"{table}/")])
     table = count(tape)
+    for name in INDEXED:
+        tape.index.entries(name)
+    if tape.damaged:
+        return None
     writer = TapeWriter(place)
     for batch in table.to_batches(max_chunksize=_BATCH_ROWS):
         writer.write_batch("rollups", batch)

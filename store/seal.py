@@ -120,7 +120,12 @@ def exclusive(place: LocalPlace | ObjectPlace) -> Iterator[None]:
         return
     header = TAPE_HEADER if place.exists(TAPE_HEADER) else REPORT_HEADER
     end = time.monotonic() + _LOCK_SECONDS
-    with open(place.path / header, "rb") as file:
+    try:
+        # for writing: over NFS an exclusive lock needs that
+        file = open(place.path / header, "r+b")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise StorageError(f"{place}/{header}: {error.strerror}") from error
+    with file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,6 +135,8 @@ def exclusive(place: LocalPlace | ObjectPlace) -> Iterator[None]:
                     text = f"{place}: another process is sealing it and does not end"
                     raise StorageError(text) from error
                 time.sleep(0.05)
+            except OSError as error:
+                raise StorageError(f"{place}/{header}: cannot be locked: {error}") from error
         yield
 
 
@@ -197,9 +204,10 @@ def seal_now(
         "shards": shards,
         "index": None,
     }
+    old = _derived(former)
     put_json(place, SEAL, content)
     if index and kind == "tape":
-        content = add_index(place, content, former)
+        content = _add_index(place, content, old)
     return content
 
 
@@ -215,27 +223,32 @@ def _batches(place: LocalPlace | ObjectPlace, table: str, file: str) -> dict[str
     return {"batches": count}
 
 
-def add_index(
-    place: LocalPlace | ObjectPlace,
-    content: Mapping[str, Any] | None = None,
-    former: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def add_index(place: LocalPlace | ObjectPlace) -> dict[str, Any]:
     """Write roll-ups and offsets of a sealed tape, and its seal anew with their names.
 
-    Args:
-        place: the tape.
-        content: its seal, None to read it.
-        former: the seal before that; in an object store only its index is removed, since somebody
-            else may be writing one.
+    Returns:
+        The seal. Its `index` is null if something was damaged: an index would vouch for it.
     """
-    seal = dict(content if content is not None else read_seal(place) or {})
-    seal["index"] = write_index(place)
+    with exclusive(place):
+        content = read_seal(place) or {}
+        return _add_index(place, content, _derived(content))
+
+
+def _add_index(
+    place: LocalPlace | ObjectPlace, content: Mapping[str, Any], former: set[str]
+) -> dict[str, Any]:
+    seal = {**content, "index": write_index(place)}
     put_json(place, SEAL, seal)
-    keep = {entry["shard"] for entry in seal["index"]["shards"]}
-    old = {entry["shard"] for entry in ((former or {}).get("index") or {}).get("shards", [])}
+    # Readers that opened the tape before still know the index before this one.
+    keep = _derived(seal) | former
     for table in DERIVED_TABLES:
         for file in place.files(table):
             name = f"{table}/{file}"
-            if name not in keep and (name in old or isinstance(place, LocalPlace)):
+            # in an object store somebody else may be writing one
+            if name not in keep and isinstance(place, LocalPlace):
                 place.remove(name)
     return seal
+
+
+def _derived(seal: Mapping[str, Any] | None) -> set[str]:
+    return {entry["shard"] for entry in ((seal or {}).get("index") or {}).get("shards", [])}

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from rolltape.store import codecs
 from rolltape.store.cells import Cells, Fragment
 from rolltape.store.columns import Masked
 from rolltape.store.distributions import Distributions, join_distributions
-from rolltape.store.errors import SchemaError, UsageError
+from rolltape.store.errors import DamagedShardError, SchemaError, UsageError
 from rolltape.store.flat import flat_rows, table_rows
 from rolltape.store.index import KEY_COLUMNS, Index
 from rolltape.store.keys import Key
@@ -174,8 +174,19 @@ class Sequence:
 
     def distributions(self) -> Distributions | None:
         """The most probable tokens of each position, or None when the tape holds none."""
-        rows = self.tape.fragments("distributions", self.key)
-        return join_distributions(rows, self.length, self.id) if rows else None
+        rows = self._rows("distributions")
+        if not rows:
+            return None
+        ends = () if self.closed else (row["start"] + row["n"] for row in rows)
+        found = join_distributions(rows, max((self.length, *ends)), self.id)
+        part = slice(*self.span)
+        return replace(
+            found,
+            valid=found.valid[part],
+            ids=found.ids[part],
+            logprobs=found.logprobs[part],
+            tail=found.tail[part],
+        )
 
     def activations(self) -> dict[str, list[tuple[int, str, np.ndarray]]]:
         """Per site the recorded spans: (start, dtype name, float32 [n, width])."""
@@ -529,7 +540,12 @@ class Tape(Folder):
             data = cells.column("ids")(at)
             if data is None:
                 raise SchemaError(f"{where}: no block there")
-            block = decode_block(data, layers=columns)
+            try:
+                block = decode_block(data, layers=columns)
+            except DamagedShardError as error:
+                raise DamagedShardError(f"{where}: {error}") from error
+            except SchemaError as error:
+                raise SchemaError(f"{where}: {error}") from error
             return block, block.ids.nbytes + block.valid.nbytes + block.token_ids.nbytes
 
         return self._blocks.get((file, number, at, columns), make)

@@ -102,7 +102,8 @@ def _update(digest: Any, column: pa.Array) -> None:
 
 def json_checksum(value: Mapping[str, Any]) -> str:
     """Hash of the content of a JSON file, whatever its layout; stands in it as `JSON_CHECKSUM`."""
-    return xxhash.xxh3_64(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    compact = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_64(compact.encode()).hexdigest()
 
 
 class RawFile(Protocol):

@@ -19,7 +19,7 @@ from rolltape.store.errors import (
     StorageError,
     UsageError,
 )
-from rolltape.store.places import LocalPlace, Place, place_of
+from rolltape.store.places import LocalPlace, ObjectPlace, Place, place_of
 from rolltape.store.readers import (
     Cache,
     LiveShard,
@@ -29,7 +29,7 @@ from rolltape.store.readers import (
     open_shard,
     shards_of,
 )
-from rolltape.store.schema import FORMAT_MAJOR, REPORT_TABLES, TAPE_TABLES
+from rolltape.store.schema import DERIVED_TABLES, FORMAT_MAJOR, REPORT_TABLES, TAPE_TABLES
 from rolltape.store.shards import JSON_CHECKSUM, SEALED, json_checksum
 
 TAPE_HEADER = "tape.json"
@@ -75,22 +75,36 @@ class Folder:
         self._tables: dict[str, pa.Table] = {}
         self._files: dict[str, list[str]] = {}
         self._sealed = self._read_list()
-        self._open: Cache[Shard] = Cache(_OPEN_BYTES, Shard.close)
-        if self.seal is not None and not skip_damaged:
-            check_seal(place, self.seal)
+        # one that is dropped is closed when nobody reads it any more
+        self._open: Cache[Shard] = Cache(_OPEN_BYTES)
+        self.damaged = False
+        self._look_for_listed()
 
     def _read_list(self) -> dict[tuple[str, str], Sealed]:
         found = {}
-        versions = set()
         for entry in (self.seal or {}).get("shards", []):
             table, _, file = str(entry["shard"]).partition("/")
-            versions.add(entry.get("version", 1))
             if self.version is None or entry.get("version", 1) <= self.version:
                 found[table, file] = Sealed(int(entry["bytes"]), entry.get("batches"))
-        if self.version is not None and self.version not in versions:
-            known = ", ".join(map(str, sorted(versions))) or "none: it is not sealed"
-            raise UsageError(f"{self.place} has no version {self.version}", hint=f"it has {known}")
+        last = int(self.seal.get("version", 1)) if self.seal is not None else 0
+        if self.version is not None and not 1 <= self.version <= last:
+            known = f"it has 1 to {last}" if last else "it is not sealed"
+            raise UsageError(f"{self.place} has no version {self.version}", hint=known)
         return found
+
+    def _look_for_listed(self) -> None:
+        """Shards that the seal lists and that are not there."""
+        problems = seal_problems(self.place, self.seal)
+        if problems and (again := read_seal(self.place)) != self.seal:
+            # it was sealed between reading the seal and looking for what it lists
+            self.seal = again
+            self._sealed = self._read_list()
+            problems = seal_problems(self.place, self.seal)
+        if problems and not self.skip_damaged:
+            raise DamagedShardError(problems[0])
+        for problem in problems:
+            self.note(problem)
+            self.damaged = True
 
     @property
     def path(self) -> Path:
@@ -116,7 +130,7 @@ class Folder:
         """
         digest = xxhash.xxh3_128(self.uuid.encode())
         for table in sorted(self.schemas):
-            for file in self.files(table):
+            for file in self.files(table) if table not in DERIVED_TABLES else ():
                 digest.update(f"{table}/{file}\0".encode())
                 if not file.endswith(".arrow"):
                     digest.update(str(self.place.files(table).get(file, 0)).encode())
@@ -229,6 +243,7 @@ class Folder:
             if not self.skip_damaged:
                 raise
             self.note(str(error))
+            self.damaged = True
 
     def note(self, problem: str) -> None:
         """Add to `problems`, if it is the first of the file that it begins with."""
@@ -277,7 +292,9 @@ class Report(Folder):
         return summary
 
 
-def open_report(path: str | os.PathLike[str], *, skip_damaged: bool = False) -> Report:
+def open_report(
+    path: str | os.PathLike[str] | LocalPlace | ObjectPlace, *, skip_damaged: bool = False
+) -> Report:
     """Open a diff report.
 
     Raises:
@@ -360,17 +377,6 @@ def _is_shard(name: Any) -> bool:
     return (table in TAPE_TABLES or table in REPORT_TABLES) and bool(SEALED.fullmatch(file))
 
 
-def check_seal(place: Place, seal: Mapping[str, Any]) -> None:
-    """Every shard that the seal lists must be there with its size.
-
-    Raises:
-        DamagedShardError: naming the first one that is not.
-    """
-    problems = seal_problems(place, seal)
-    if problems:
-        raise DamagedShardError(problems[0])
-
-
 def seal_problems(place: Place, seal: Mapping[str, Any] | None) -> list[str]:
     """Every shard that a seal lists and that is gone or cut."""
     found = []
@@ -413,8 +419,7 @@ def _read_header(place: Place, name: str) -> dict[str, Any]:
             f"{place} has format {version}, this rolltape reads up to {FORMAT_MAJOR}.x",
             hint="upgrade rolltape",
         )
-    if name == TAPE_HEADER:
-        _check_json(header, f"{place}/{name}")
+    _check_json(header, f"{place}/{name}")
     return header
 
 

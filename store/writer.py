@@ -339,7 +339,10 @@ class TapeWriter:
                 self._log.wrote(table, batch)
             limit = OBJECT_BYTES
         if shard.size >= limit:
-            self._close(table)
+            # of an object store all that is waiting: a closing row must not overtake its fragments
+            waiting = [table] if isinstance(shard, ShardWriter) else _in_order(self._open)
+            for each in waiting if table == "sequences" else [table]:
+                self._close(each)
 
     def _start(self, table: str) -> ShardWriter | ObjectShardWriter:
         number = self._numbers.get(table, 0)

@@ -11,11 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from rolltape.store.keys import Key
-from rolltape.store.tape import Folder
+from rolltape.store.sequences import Tape
 from rolltape.viewer.answers import bad_parameter
 from rolltape.viewer.library import Pair
 
@@ -200,21 +197,10 @@ def _share(found: Row | None, part: str, whole: str) -> float | None:
     return float(found[part] / found[whole])
 
 
-def _weight_versions(tape: Folder) -> dict[Key, tuple[int | None, int | None]]:
-    table: pa.Table = tape.table("forwards")
-    keys = ["engine", "request", "sample", "pass"]
-    kept = table.select([*keys, "weight_version"])
-    real = pc.not_equal(table.column("kind"), "dummy")
-    if not pc.all(real).as_py():  # a filter copies a row per token and step
-        kept = kept.filter(real)
-    found = kept.group_by(keys).aggregate([("weight_version", "min"), ("weight_version", "max")])
-    return {
-        Key(r["engine"], r["request"], r["sample"], r["pass"]): (
-            r["weight_version_min"],
-            r["weight_version_max"],
-        )
-        for r in found.to_pylist()
-    }
+def _weight_versions(tape: Tape) -> dict[Key, tuple[int | None, int | None]]:
+    columns = ("engine", "request", "sample", "pass", "version_min", "version_max")
+    rows = zip(*(tape.rollups().column(name).to_pylist() for name in columns), strict=True)
+    return {Key(*key): (low, high) for *key, low, high in rows}
 
 
 def _is_absent(value: Any) -> bool:
