@@ -36,7 +36,7 @@ LOGPROBS = ("processed", "scaled", "raw")
 # A reader holds at most this much: batches that were read last, and decoded blocks of packed
 # routes, so that the sequences of a block do not each decode it.
 _BATCH_BYTES = 64 << 20
-BLOCK_BYTES = 96 << 20
+BLOCK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
