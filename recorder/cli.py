@@ -207,6 +207,8 @@ def record(
     if refused is not None:
         voice.warn(refused.words)
         return refused.status
+    if job.tape.startswith("memory://"):
+        raise UsageError(f"-o {job.tape}: no other process can see that")
     if job.options.commit_log:
         check_commit_log(job.options.commit_log)
     prepare_output(job.place, append=append, overwrite=overwrite)

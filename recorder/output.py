@@ -14,7 +14,8 @@ from pathlib import Path
 from rolltape.store import TapeExistsError, UsageError, kind_of
 from rolltape.store.places import LocalPlace, ObjectPlace
 from rolltape.store.schema import TAPE_TABLES
-from rolltape.store.shards import LIVE, is_locked, list_shards
+from rolltape.store.seal import DAMAGED
+from rolltape.store.shards import COMPACTING, LIVE, TEMPORARY, is_locked, list_shards
 from rolltape.store.tape import SEAL, TAPE_HEADER, Folder
 
 _TEMPLATE = re.compile(r"\{([^{}]*)\}|%q\{([^{}]*)\}|%([hp%])")
@@ -103,9 +104,9 @@ def prepare_output(
 def _remove_tape(tape: Path) -> None:
     if kind_of(tape) != "tape":
         raise TapeExistsError(f"{tape} is not a tape", hint="--overwrite only removes tapes")
-    known = {TAPE_HEADER, SEAL, "procs", *TAPE_TABLES}
+    known = {TAPE_HEADER, SEAL, COMPACTING, DAMAGED, "procs", *TAPE_TABLES}
     for path in tape.iterdir():
-        if path.name not in known and not path.name.startswith((f".{TAPE_HEADER}", f".{SEAL}")):
+        if path.name not in known and not TEMPORARY.fullmatch(path.name):
             raise TapeExistsError(
                 f"{path} is not part of a tape", hint="--overwrite would remove it; move it away"
             )

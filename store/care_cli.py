@@ -38,6 +38,8 @@ def fsck_command(
     for finding in checked.findings:
         done = f" -- {finding.repair}" if finding.repaired else ""
         click.echo(f"{finding.code:<9} {finding.where}: {finding.text}{done}")
+    for note in checked.notes:
+        click.echo(f"note      {note}")
     for name in checked.live:
         click.echo(f"live      {name}: a process is writing it")
     click.echo(
@@ -105,5 +107,6 @@ def compact_command(
         each = done.route_bytes / done.route_rows
         click.echo(f"routes: {done.route_bytes:,} bytes, {each:.3f} per (position, layer)")
     if done.checked:
-        click.echo("compared: every column of every sequence is the same")
+        but = " but the slot order of experts and combine weights" if sets else ""
+        click.echo(f"compared: every column of every sequence{but} is the same")
     return 0

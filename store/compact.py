@@ -3,17 +3,23 @@
 What a reader gets is the same before and after: every joined column of every sequence, bit for bit.
 What goes is how it was cut into fragments; of routes the cuts stay, in `merged`, with their steps.
 Fragments that cannot be joined without a change are copied as they are.
+
+A copy that was cut short never passes for a tape: in a folder it gets its name when it is whole,
+and for as long as it is written it holds `compacting.json`, which `fsck` does not repair.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +29,7 @@ import pyarrow.compute as pc
 from rolltape.store.columns import make_batch
 from rolltape.store.compact_routes import RouteWriter, spans_of
 from rolltape.store.equality import differences
-from rolltape.store.errors import DamagedShardError, UsageError
+from rolltape.store.errors import DamagedShardError, StorageError, TapeExistsError, UsageError
 from rolltape.store.index import KEY_COLUMNS
 from rolltape.store.kept import encode_kept
 from rolltape.store.keys import Key
@@ -31,8 +37,9 @@ from rolltape.store.places import LocalPlace, ObjectPlace, Place, place_of
 from rolltape.store.schema import DERIVED_TABLES, TAPE_TABLES
 from rolltape.store.seal import seal
 from rolltape.store.sequences import LOGPROBS, Sequence, Tape, open_tape
+from rolltape.store.shards import COMPACTING
 from rolltape.store.supports import join_supports
-from rolltape.store.writer import TapeWriter, create_tape
+from rolltape.store.writer import TapeWriter, create_tape, put_json
 
 ENCODINGS = ("packed", "plain")
 
@@ -68,7 +75,7 @@ class Compacted:
 
 def compact(
     tape: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    out: str | os.PathLike[str] | LocalPlace | ObjectPlace,
     *,
     routes: str = "packed",
     sets: bool = False,
@@ -79,7 +86,7 @@ def compact(
 
     Args:
         tape: path or URL of a tape without live shards.
-        out: path or URL of the copy; must not exist.
+        out: path or URL of the copy; must not exist, or be an empty folder.
         routes: `packed`, or `plain`, which is larger and decodes several times faster.
         sets: with `packed`: give up the slot order of experts and keep their set. Lossy; combine
             weights, which stand in slot order, are left out.
@@ -90,6 +97,7 @@ def compact(
         DamagedShardError: `check`, and the copy says something else.
         UsageError: the tape is still being written, or an option does not exist.
         TapeExistsError: there is something at `out`.
+        StorageError: it cannot be written.
     """
     if routes not in ENCODINGS:
         raise UsageError(f"routes {routes!r} does not exist", hint=" | ".join(ENCODINGS))
@@ -99,40 +107,66 @@ def compact(
     live = [f for t in TAPE_TABLES for f in source.files(t) if not f.endswith(".arrow")]
     if live or source.seal is None:
         raise UsageError(f"{tape} is not sealed", hint="`rolltape fsck --repair` seals it")
+    target = place_of(out, storage_options)
+    folder: Any = _beside(target) if isinstance(target, LocalPlace) else target
     place = place_of(
         create_tape(
-            out,
+            folder,
             role=source.role,
             parent=source.parent,
             provenance={
                 **source.header.get("provenance", {}),
                 "compacted": {"routes": routes, "sets": sets, "format": source.header["format"]},
             },
-            storage_options=storage_options,
             uuid=source.uuid,
         )
     )
     try:
+        put_json(place, COMPACTING, {"uuid": source.uuid})
         with TapeWriter(place, uncompressed=() if routes == "packed" else ("routes",)) as writer:
             shared = _write_tables(source, writer, packed=routes == "packed", order=not sets)
         seal(place, status=source.seal.get("status", {}))
-        result = open_tape(place)
+        result = Tape(place)  # `open_tape` may refuse it for its `compacting.json`
         if check:
             for difference in differences(source, result, sets=sets):
-                raise DamagedShardError(f"{place}: {difference}", hint="a bug: keep the original")
+                raise DamagedShardError(f"{target}: {difference}", hint="a bug: keep the original")
+        done = Compacted(
+            before=_shard_bytes(source.place),
+            after=_shard_bytes(place),
+            sequences=len(source),
+            route_rows=int(pc.sum(result.rollups().column("route_rows")).as_py() or 0),
+            route_bytes=sum(place.files("routes").values()),
+            shared=shared,
+            checked=check,
+        )
+        place.remove(COMPACTING)
+        if isinstance(place, LocalPlace) and isinstance(target, LocalPlace):
+            _rename(place.path, target)
     except BaseException:
         _remove(place)  # half a copy must not be taken for one
         raise
-    rollups = result.rollups()
-    return Compacted(
-        before=_shard_bytes(source.place),
-        after=_shard_bytes(place),
-        sequences=len(source),
-        route_rows=int(pc.sum(rollups.column("route_rows")).as_py() or 0),
-        route_bytes=sum(place.files("routes").values()),
-        shared=shared,
-        checked=check,
-    )
+    return done
+
+
+def _beside(target: LocalPlace) -> Path:
+    """Where a copy is written until it is whole."""
+    path = target.path.resolve()
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise _taken(target)
+    return path.with_name(f".{path.name}.compact-{secrets.token_hex(4)}")
+
+
+def _rename(whole: Path, target: LocalPlace) -> None:
+    try:
+        os.rename(whole, target.path.resolve())  # replaces nothing but an empty folder
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise _taken(target) from error
+        raise StorageError(f"{target}: {error.strerror or error}") from error
+
+
+def _taken(target: LocalPlace) -> TapeExistsError:
+    return TapeExistsError(f"{target} is not empty", hint="choose another -o, or remove it")
 
 
 def _write_tables(source: Tape, writer: TapeWriter, *, packed: bool, order: bool) -> int:
@@ -153,11 +187,14 @@ def _write_tables(source: Tape, writer: TapeWriter, *, packed: bool, order: bool
 
 
 def _remove(place: LocalPlace | ObjectPlace) -> None:
-    for folder in ["", *place.folders()]:
-        for file in place.files(folder):
-            place.remove(f"{folder}/{file}".lstrip("/"))
     if isinstance(place, LocalPlace):
         shutil.rmtree(place.path, ignore_errors=True)
+        return
+    for folder in ["", *place.folders()]:
+        for file in place.files(folder):
+            if file != COMPACTING:
+                place.remove(f"{folder}/{file}".lstrip("/"))
+    place.remove(COMPACTING)  # the last: a removal may be cut short, too
 
 
 def _shard_bytes(place: Place) -> int:

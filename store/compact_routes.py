@@ -20,7 +20,7 @@ from rolltape.store.errors import UsageError
 from rolltape.store.keys import Key
 from rolltape.store.packed import MAX_TOKENS, block_tokens, encode_block
 from rolltape.store.planes import encode_split
-from rolltape.store.routes import Routes, join_routes
+from rolltape.store.routes import Routes, join_routes, read_missing
 from rolltape.store.schema import TAPE_TABLES
 from rolltape.store.sequences import Sequence, Tape
 from rolltape.store.writer import TapeWriter
@@ -188,7 +188,7 @@ class RouteWriter:
             if self._packed:
                 most = _most(part)
             parts += part.split(*range(part.start, part.end, most))
-        missing = [tuple(e) for r in own for e in (json.loads(r["missing"] or "[]"))]
+        missing = [entry for r in own for entry in read_missing(r["missing"], "routes.missing")]
         said = _placed(missing, [part.start for part in parts])
         return [
             replace(part, routes=replace(part.routes, missing=here))

@@ -86,7 +86,7 @@ def totals_of(tape: Tape) -> Totals:
         "routes": _count_routes(tape, totals),
         "supports": _count_supports(tape, totals),
     }
-    _count_versions(tape, totals)
+    overlapping["forwards"] = _count_versions(tape, totals)
     for table in INDEXED:
         index.entries(table)
     _count_gaps(tape, totals)
@@ -114,13 +114,7 @@ class _Spans:
 
     def overlapping(self) -> list[int]:
         """Codes of those sequences."""
-        if not self._parts:
-            return []
-        group, start, end = np.concatenate(self._parts, axis=1)
-        order = np.lexsort((start, group))
-        group, start, end = group[order], start[order], end[order]
-        meets = (group[1:] == group[:-1]) & (start[1:] < end[:-1])
-        return [int(code) for code in np.unique(group[1:][meets] // 2)]
+        return sorted({group // 2 for group in _overlapping(self._parts)})
 
 
 def _count_tokens(tape: Tape, totals: Totals) -> list[int]:
@@ -278,18 +272,82 @@ def _count_supports(tape: Tape, totals: Totals) -> list[int]:
     return spans.overlapping()
 
 
-def _count_versions(tape: Tape, totals: Totals) -> None:
-    for batch, grouping in tape.index.walk("forwards", ["kind", "weight_version"]):
-        version = batch.column("weight_version")
-        keep = version.is_valid().to_numpy(zero_copy_only=False)
-        keep &= pc.not_equal(batch.column("kind"), "dummy").to_numpy(zero_copy_only=False)
-        values = version.fill_null(0).to_numpy()[keep]
+def _count_versions(tape: Tape, totals: Totals) -> list[int]:
+    """Versions that produced a position, as `Sequence.weight_version` has them.
+
+    Returns:
+        Codes of sequences of several versions of which forwards produced a position again: there
+        only the first forward counts.
+    """
+    columns = ["kind", "weight_version"]
+    spans: list[np.ndarray] = []
+    prompts, lengths = _prompts(tape), _lengths(tape)
+    for batch, grouping in tape.index.walk("forwards", columns):
+        more = len(tape.index.codes) - len(prompts)
+        prompts = np.append(prompts, np.zeros(more, np.int64))
+        lengths = np.append(lengths, np.zeros(more, np.int64))
+        codes = grouping.per_row()
+        first, end, keep = _produced(batch, prompts[codes], lengths[codes])
+        values = batch.column("weight_version").fill_null(0).to_numpy()[keep]
         low = np.full(len(grouping.codes), _MOST)
         high = np.full(len(grouping.codes), _LEAST)
         np.minimum.at(low, grouping.of[keep], values)
         np.maximum.at(high, grouping.of[keep], values)
         totals.lower("version_min", grouping.codes, low)
         totals.raise_("version_max", grouping.codes, high)
+        spans.append(_joined_spans(codes[keep], first[keep], end[keep]))
+    size = len(tape.index.codes)
+    low, high = totals.column("version_min", size), totals.column("version_max", size)
+    return [code for code in _overlapping(spans) if low[code] < high[code]]
+
+
+def _lengths(tape: Tape) -> np.ndarray:
+    """Tokens by code; 0 where there is no sequence."""
+    out = np.zeros(len(tape.index.codes), np.int64)
+    for sequence in tape:
+        out[tape.index.codes[sequence.key]] = sequence.length
+    return out
+
+
+def _produced(
+    batch: pa.RecordBatch, prompts: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First position that each forward gave a logprob, one behind the last, and whether any."""
+    start = batch.column("start").to_numpy().astype(np.int64)
+    stop = start + batch.column("n").to_numpy()
+    kind = batch.column("kind")
+
+    def of_kind(name: str) -> np.ndarray:
+        found: np.ndarray = pc.equal(kind, name).to_numpy(zero_copy_only=False)
+        return found
+
+    first = np.maximum(np.where(of_kind("score"), start + 1, stop), 0)
+    end = np.minimum(stop + 1, lengths)
+    keep = batch.column("weight_version").is_valid().to_numpy(zero_copy_only=False)
+    keep &= ~of_kind("dummy") & (first < end)
+    keep &= ~(of_kind("prefill") & (stop < prompts))  # an unfinished chunk gives no logprob
+    return first, end, keep
+
+
+def _joined_spans(codes: np.ndarray, first: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """int32 [3, m] code, first position and one behind the last: spans that meet become one."""
+    order = np.lexsort((first, codes))
+    codes, first, end = codes[order], first[order], end[order]
+    meets = (codes[1:] == codes[:-1]) & (first[1:] == end[:-1])
+    head = np.flatnonzero(np.append(True, ~meets)[: len(codes)])
+    tail = np.append(head[1:], len(codes))[: len(head)] - 1
+    return np.stack([codes[head], first[head], end[tail]]).astype(np.int32)
+
+
+def _overlapping(spans: list[np.ndarray]) -> list[int]:
+    """Codes of sequences with a position in two spans (code, first, one behind the last)."""
+    if not spans:
+        return []
+    group, start, end = np.concatenate(spans, axis=1)
+    order = np.lexsort((start, group))
+    group, start, end = group[order], start[order], end[order]
+    meets = (group[1:] == group[:-1]) & (start[1:] < end[:-1])
+    return [int(code) for code in np.unique(group[1:][meets])]
 
 
 def _count_gaps(tape: Tape, totals: Totals) -> None:
@@ -310,6 +368,8 @@ def _recount(tape: Tape, key: Key, code: int, table: str, totals: Totals) -> Non
             _recount_tokens(sequence, code, totals)
         elif table == "routes":
             _recount_routes(sequence, code, totals)
+        elif table == "forwards":
+            _recount_versions(sequence, code, totals)
         else:
             _recount_supports(sequence, code, totals)
     except SchemaError as error:
@@ -350,3 +410,13 @@ def _recount_supports(sequence: Sequence, code: int, totals: Totals) -> None:
         totals.add("explicit", codes, np.array([len(sizes)]))
         totals.add("kept_sum", codes, np.array([sizes.sum()]))
         totals.raise_("kept_max", codes, np.array([sizes.max(initial=0)]))
+
+
+def _recount_versions(sequence: Sequence, code: int, totals: Totals) -> None:
+    versions = sequence.weight_version
+    known = versions.values[versions.valid]
+    totals.reset(code, ("version_",))
+    if len(known):
+        codes = np.array([code])
+        totals.lower("version_min", codes, known.min(keepdims=True))
+        totals.raise_("version_max", codes, known.max(keepdims=True))

@@ -15,6 +15,7 @@ from rolltape.store import codecs
 from rolltape.store.columns import Masked
 from rolltape.store.index import KEY_COLUMNS
 from rolltape.store.keys import Key
+from rolltape.store.routes import read_missing
 from rolltape.store.schema import (
     DERIVED_TABLES,
     REPORT_TABLES,
@@ -33,6 +34,8 @@ _SUPPORT_NAMES = {
     SUPPORT_UNRECORDED: "unrecorded",
 }
 _EVENT_FACTS = ("kind", "engine", "request", "start", "n")
+#: What a problem says that is none: a kill may come between the rows of one sequence.
+ORPHANS = "have no row in the sequences table"
 _SHOWN = 20  # gaps and hook errors that are listed one by one
 
 
@@ -56,7 +59,7 @@ def describe_tape(tape: Tape) -> dict[str, Any]:
     }
     tables = describe_tables(tape, TAPE_TABLES)
     broken = seal_problems(tape.place, tape.seal)
-    torn = [p for p in tape.problems if "were ignored" in p]
+    harmless = [p for p in tape.problems if "were ignored" in p or ORPHANS in p]
     return {
         "kind": "tape",
         "path": str(tape.place),
@@ -88,7 +91,7 @@ def describe_tape(tape: Tape) -> dict[str, Any]:
         "bytes": sum(t["bytes"] or 0 for t in tables.values()),
         "seal": _seal(tape),
         "problems": [*broken, *tape.problems],
-        "damaged": len(broken) + len(tape.problems) > len(torn),
+        "damaged": len(broken) + len(tape.problems) > len(harmless),
     }
 
 
@@ -165,7 +168,7 @@ def _route_coverage(tape: Tape) -> dict[str, Any]:
             bits = seen[row["role"], layer].setdefault(key, np.zeros(lengths[key], bool))
             span = bits[row["start"] : row["start"] + row["n"]]
             span |= valid[: len(span), column]
-        for _, n, layer, reason in json.loads(row["missing"]) if row["missing"] else []:
+        for _, n, layer, reason in read_missing(row["missing"], f"routes of {key.id}"):
             reasons[reason] += n * (len(row["layers"]) if layer is None else 1)
     total = sum(max(0, length - 1) for length in lengths.values())
     out: dict[str, Any] = {}

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 
 from rolltape.store.columns import Masked, list_column
@@ -43,8 +44,17 @@ class _Batches:
         self._tape = tape
 
     def __call__(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        facts = self._tape.rollups()
+        return self._read(columns, self._tape.rollups(), self._tape.keys())
+
+    def take(self, columns: list[str], rows: np.ndarray) -> Iterator[pa.RecordBatch]:
+        """The sequences with these numbers; no other one is joined."""
         keys = self._tape.keys()
+        facts = self._tape.rollups().take(pa.array(rows))
+        return self._read(columns, facts, [keys[row] for row in rows.tolist()])
+
+    def _read(
+        self, columns: list[str], facts: pa.Table, keys: Items[Key]
+    ) -> Iterator[pa.RecordBatch]:
         schema = pa.schema([SCHEMA.field(name) for name in columns])
         start = tokens = 0
         for i, length in enumerate(facts.column("length").to_pylist()):
@@ -87,7 +97,8 @@ def flat_rows(tape: Tape, columns: Iterable[str] | None = None) -> Rows:
     Raises:
         UsageError: a column that is not there.
     """
-    rows = Rows(SCHEMA, _Batches(tape), count=_Count(tape), name=str(tape.place))
+    batches = _Batches(tape)
+    rows = Rows(SCHEMA, batches, count=_Count(tape), take=batches.take, name=str(tape.place))
     return rows if columns is None else rows.select(columns)
 
 

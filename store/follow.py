@@ -6,10 +6,9 @@ it has got its final name the rest is read from there under the same (writer, nu
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -20,7 +19,7 @@ from rolltape.store.places import Place, place_of
 from rolltape.store.readers import _conform, finished_name, open_shard
 from rolltape.store.schema import DERIVED_TABLES, TAPE_TABLES
 from rolltape.store.shards import CHECKSUM, LIVE, MAGIC, SEALED, UNSEALED, checksum, shard_names
-from rolltape.store.tape import SEAL, TAPE_HEADER
+from rolltape.store.tape import SEAL, TAPE_HEADER, _read_header
 
 _TABLES = tuple(name for name in TAPE_TABLES if name not in DERIVED_TABLES)
 
@@ -71,7 +70,9 @@ class Follower:
         ended: the tape is sealed, no shard is live, and everything was given.
 
     Raises:
-        UsageError: no tape there, or the state is of another tape.
+        NotATapeError: no tape there.
+        NewerFormatError: written by a newer major version.
+        UsageError: the state is of another tape.
     """
 
     def __init__(
@@ -85,12 +86,7 @@ class Follower:
         self.place: Place = place_of(uri, storage_options)
         self.tables = tuple(tables)
         self.ended = False
-        try:
-            self.uuid = str(json.loads(self.place.read(TAPE_HEADER))["uuid"])
-        except FileNotFoundError as error:
-            raise UsageError(
-                f"{self.place} is not a tape", hint=f"a tape has a {TAPE_HEADER}"
-            ) from error
+        self.uuid = str(_read_header(self.place, TAPE_HEADER)["uuid"])
         self._cursors: dict[tuple[str, str], _Cursor] = {}
         if state is not None:
             if state.get("tape") != self.uuid:
@@ -115,10 +111,20 @@ class Follower:
         """Everything that was committed since the last poll.
 
         Each batch is checked against its checksum. A torn tail of a live shard is not there yet.
+        A poll that raises has given nothing: the next one reads again what this one had read.
 
         Raises:
             DamagedShardError: a finished shard is not what was written.
+            StorageError: the place does not answer.
         """
+        before = {where: replace(cursor) for where, cursor in self._cursors.items()}
+        try:
+            return self._poll()
+        except BaseException:
+            self._cursors = before
+            raise
+
+    def _poll(self) -> list[Arrival]:
         sealed = self.place.exists(SEAL)  # before the listing: later writes are not missed
         found: list[Arrival] = []
         live = False

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from rolltape.store.describe import ORPHANS
 from rolltape.store.errors import DamagedShardError, NotATapeError, RolltapeError
 from rolltape.store.keys import token_digest
 from rolltape.store.places import LocalPlace, ObjectPlace, place_of
@@ -31,7 +32,15 @@ from rolltape.store.seal import (
     write_shard,
 )
 from rolltape.store.sequences import LOGPROBS, Sequence, Tape
-from rolltape.store.shards import LIVE, TEMPORARY, UNSEALED, format_version, is_locked, shard_names
+from rolltape.store.shards import (
+    COMPACTING,
+    LIVE,
+    TEMPORARY,
+    UNSEALED,
+    format_version,
+    is_locked,
+    shard_names,
+)
 from rolltape.store.tape import SEAL, kind_of, read_seal, seal_problems
 from rolltape.store.writer import TapeWriter
 
@@ -46,7 +55,7 @@ class Finding:
     """One thing that is wrong.
 
     Args:
-        code: damaged | missing | dead | stray | unsealed | content | index | seal.
+        code: damaged | missing | dead | stray | unsealed | content | index | seal | partial.
         where: file, or sequence.
         text: what is wrong.
         repair: what `--repair` does about it; empty if nothing can be done.
@@ -70,6 +79,7 @@ class Checked:
         sequences: sequences whose joins were checked.
         live: shards that a living process is writing.
         findings: what is wrong.
+        notes: what is not wrong, but worth knowing.
     """
 
     shards: int
@@ -77,6 +87,7 @@ class Checked:
     sequences: int
     live: tuple[str, ...]
     findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -113,6 +124,9 @@ def fsck(
 
 
 def _fsck(place: LocalPlace | ObjectPlace, *, repair: bool) -> Checked:
+    if place.exists(COMPACTING):  # sealed, it would pass for the whole recording
+        text = "compacting was cut short: remove this copy and compact again"
+        return Checked(0, 0, 0, (), (Finding("partial", COMPACTING, text),))
     findings = list(_seal_file(place, repair))
     if findings and not repair:  # no reader can open it like this
         return Checked(0, 0, 0, (), tuple(findings))
@@ -137,9 +151,13 @@ def _fsck(place: LocalPlace | ObjectPlace, *, repair: bool) -> Checked:
     findings += _missing(place, broken, repair)
     tape_now = Tape(place, skip_damaged=True)
     sequences = len(tape_now)
-    findings += _contents(tape_now)
+    if not broken or repair:  # else every sequence of a damaged shard would be said to be wrong
+        findings += _contents(tape_now)
     findings += _sealing(place, live, repair, changed=repair and bool(findings))
-    return Checked(shards, size, sequences, tuple(live), tuple(findings))
+    notes = [p for p in tape_now.problems if ORPHANS in p]
+    if live or read_seal(place) is None:
+        notes = []  # their sequences may follow
+    return Checked(shards, size, sequences, tuple(live), tuple(findings), tuple(notes))
 
 
 def _seal_file(place: LocalPlace | ObjectPlace, repair: bool) -> Iterator[Finding]:

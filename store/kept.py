@@ -27,9 +27,12 @@ that the zstd of the IPC file sees like beside like:
         (uint8: 1 complement, 2 bitmap), first ids (4 planes), gaps (uint8: ids left out between
         two; 255 is a large one), large gaps less 255 (4 planes), bitmaps of
         ceil(vocab_size / 8) bytes, bit 0 first
+    ..  padding, zeros: as few as give the whole one byte per `MAX_IDS_PER_BYTE` kept ids
 
-Memory: lengths are compared with the data and with the counts before anything is allocated.
-Decoding needs at most 64 bytes per byte of data, 64 per position and 12 per id of the counts.
+Memory: lengths are compared with the data and with the counts before anything is allocated. There
+are at most `MAX_IDS_PER_BYTE` kept ids per byte of data (the encoder pads it). Decoding needs at
+most 64 bytes per byte of data, 64 per position and 12 per id, so 48 KiB per byte and 64 per
+position.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ _HEADER = struct.Struct("<3sB8I")
 _LARGE = 255
 _LIST, _COMPLEMENT, _BITMAP = 0, 1, 2
 _MAX_IDS = 1 << 32
+#: Whole vocabularies take next to nothing, so the encoder pads where there are more ids a byte.
+MAX_IDS_PER_BYTE = 4096
 
 
 def encode_kept(counts: np.ndarray, ids: np.ndarray, *, vocab_size: int | None) -> bytes:
@@ -120,7 +125,7 @@ def encode_kept(counts: np.ndarray, ids: np.ndarray, *, vocab_size: int | None) 
         len(bitmaps),
         len(table),
     )
-    return b"".join(
+    kept = b"".join(
         [
             head,
             _planes(np.diff(table, prepend=0) % _MAX_IDS),
@@ -132,6 +137,12 @@ def encode_kept(counts: np.ndarray, ids: np.ndarray, *, vocab_size: int | None) 
             *bitmaps,
         ]
     )
+    return kept.ljust(_fewest_bytes(int(counts.sum())), b"\0")
+
+
+def _fewest_bytes(ids: int) -> int:
+    """Bytes that a row with so many kept ids has at least."""
+    return -(-ids // MAX_IDS_PER_BYTE)
 
 
 def decode_kept(data: bytes | memoryview, counts: np.ndarray, *, field: str) -> np.ndarray:
@@ -154,7 +165,7 @@ def decode_kept(data: bytes | memoryview, counts: np.ndarray, *, field: str) -> 
     if n and (int(counts.min()) < 0 or int(counts.max()) > _MAX_IDS):
         raise SchemaError(f"{field}: a position has {counts.min()} to {counts.max()} ids")
     counts = counts.astype(np.int64)
-    parts = _split(data, n, field)
+    parts = _split(data, counts, field)
     vocab = parts.vocab
     kinds = np.zeros(n, np.uint8)
     if parts.special.size:
@@ -223,7 +234,7 @@ class _Parts:
     bitmaps: np.ndarray
 
 
-def _split(data: bytes | memoryview, n: int, field: str) -> _Parts:
+def _split(data: bytes | memoryview, counts: np.ndarray, field: str) -> _Parts:
     if len(data) < _HEADER.size:
         raise DamagedShardError(f"{field} of {len(data)} bytes is cut off")
     magic, version, vocab, rows, firsts, gaps, large, special, bitmaps, entries = (
@@ -233,14 +244,18 @@ def _split(data: bytes | memoryview, n: int, field: str) -> _Parts:
         raise DamagedShardError(f"{field} does not begin with its magic bytes")
     if version != VERSION:
         raise SchemaError(f"{field} has version {version}", hint=f"this reads {VERSION}")
-    if rows != n:
-        raise DamagedShardError(f"{field} is of {rows} positions, the row has {n}")
+    if rows != len(counts):
+        raise DamagedShardError(f"{field} is of {rows} positions, the row has {len(counts)}")
     stride = (vocab + 7) // 8
     sizes = (4 * entries, 4 * special, special, 4 * firsts, gaps, 4 * large, stride * bitmaps)
-    if _HEADER.size + sum(sizes) != len(data):
+    end = _HEADER.size + sum(sizes)
+    needed = max(end, _fewest_bytes(int(counts.sum())))
+    if needed != len(data):
         raise DamagedShardError(
-            f"{field} has {len(data)} bytes, its header says {_HEADER.size + sum(sizes)}"
+            f"{field} has {len(data)} bytes, its header and its counts say {needed}"
         )
+    if any(data[end:]):
+        raise DamagedShardError(f"{field} has padding that is not zero")
     ends = np.cumsum([_HEADER.size, *sizes]).tolist()
     pieces = [
         np.frombuffer(data, np.uint8, size, end) for size, end in zip(sizes, ends[:-1], strict=True)

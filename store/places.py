@@ -69,8 +69,13 @@ class Place(Protocol):
             StorageError: it cannot be read.
         """
 
-    def put(self, name: str, data: bytes | pa.Buffer) -> None:
+    def put(self, name: str, data: bytes | pa.Buffer, *, fsync: bool = False) -> None:
         """Write a file so that it is there in full or not at all.
+
+        Args:
+            name: of the file.
+            data: its content.
+            fsync: in a folder, also survive power loss; an object store always does.
 
         Raises:
             StorageError: it could not be written.
@@ -154,15 +159,23 @@ class LocalPlace:
                 return pa.BufferReader(b"")
             return pa.OSFile(str(path)) if name.endswith(".live") else pa.memory_map(str(path))
 
-    def put(self, name: str, data: bytes | pa.Buffer) -> None:
+    def put(self, name: str, data: bytes | pa.Buffer, *, fsync: bool = False) -> None:
         """See `Place`."""
         path = self.path / name
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                temporary.write_bytes(data)
+                with open(temporary, "wb") as file:
+                    file.write(data)
+                    if fsync:
+                        file.flush()
+                        os.fsync(file.fileno())
                 os.replace(temporary, path)
+                if fsync:
+                    sync_folder(path.parent)
+                    if path.parent != self.path:  # it may be new, too
+                        sync_folder(self.path)
             finally:
                 temporary.unlink(missing_ok=True)
         except OSError as error:
@@ -236,7 +249,7 @@ class ObjectPlace:
         with _remote_errors(f"{self.uri}/{name}"):
             return self.filesystem.open_input_file(f"{self.base}/{name}")
 
-    def put(self, name: str, data: bytes | pa.Buffer) -> None:
+    def put(self, name: str, data: bytes | pa.Buffer, *, fsync: bool = False) -> None:
         """See `Place`; an object appears when its upload is complete."""
         with _remote_errors(f"{self.uri}/{name}"):
             try:
@@ -254,6 +267,15 @@ class ObjectPlace:
         """See `Place`."""
         with _remote_errors(f"{self.uri}/{name}"), contextlib.suppress(FileNotFoundError):
             self.filesystem.delete_file(f"{self.base}/{name}")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive power loss."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _regular(path: Path) -> int:
@@ -276,7 +298,8 @@ def place_of(
 
     Args:
         uri: a local path, a URL that pyarrow knows (`s3://bucket/prefix`, `gs://`, with options
-            as its query: `?endpoint_override=...&scheme=http`), or one that fsspec knows.
+            as its query: `?endpoint_override=...&scheme=http`), or one that fsspec knows. `#` is
+            part of the name in all of them.
         storage_options: keyword arguments of the file system: of `pyarrow.fs.S3FileSystem` for
             s3 (`endpoint_override`, `region`, `access_key`, `connect_timeout`, ..., and
             `max_attempts` of one call; see `S3_DEFAULTS`), else of the fsspec one. Texts are
@@ -294,7 +317,7 @@ def place_of(
             raise UsageError(f"{text}: storage options are for URLs, this is a local path")
         return LocalPlace(Path(text))
     if text.startswith("file://") and not options:
-        return LocalPlace(Path(urlsplit(text).path))
+        return LocalPlace(Path(unquote(urlsplit(text, allow_fragments=False).path)))
     scheme, _, rest = text.partition("?")[0].rstrip("/").partition("://")
     bucket, slash, path = rest.partition("/")
     # the query may hold keys, and so may what stands before the bucket
@@ -309,7 +332,8 @@ def _filesystem(uri: str, options: dict[str, Any]) -> tuple[fs.FileSystem, str]:
         if scheme == "s3":
             return _s3(uri, options)
         if scheme in ("gs", "gcs", "hdfs", "abfs", "abfss") and not options:
-            filesystem, path = fs.FileSystem.from_uri(uri)
+            # pyarrow would cut off a fragment
+            filesystem, path = fs.FileSystem.from_uri(uri.replace("#", "%23"))
             return filesystem, path
         import fsspec
     except ImportError as error:
@@ -325,7 +349,7 @@ def _filesystem(uri: str, options: dict[str, Any]) -> tuple[fs.FileSystem, str]:
 
 def _s3(uri: str, options: Mapping[str, Any]) -> tuple[fs.FileSystem, str]:
     """What `pyarrow.fs.FileSystem.from_uri` does, with our timeouts."""
-    parts = urlsplit(uri)
+    parts = urlsplit(uri, allow_fragments=False)
     known: dict[str, Any] = {**_S3_ALWAYS, **S3_DEFAULTS}
     if parts.username:
         known["access_key"] = unquote(parts.username)

@@ -1,14 +1,15 @@
 """Reading shards batch by batch: what is asked for is read and checked, and nothing else.
 
 `SealedShard` opens by the footer, `LiveShard` walks the messages of a file that has none yet. Both
-hand out record batches in the schema that this version knows. `ShardPool` keeps a bounded number
-of files and batches.
+hand out record batches in the schema that this version knows. `Cache` keeps a bounded number of
+them open.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -93,12 +94,15 @@ class Shard:
                 hint="`rolltape fsck` says what is intact; restore the file from a copy",
             ) from error
 
+    def _open(self) -> None:
+        with _answers(self.name):
+            self._source = self.place.open(f"{self.table}/{self.file}")
+            self.nbytes = self._source.size()
+
     def _at(self, offset: int, size: int) -> pa.Buffer:
-        """Bytes of the file; that a store does not answer is no damage."""
-        try:
+        """Bytes of the file."""
+        with _answers(self.name):
             data = self._source.read_at(size, offset)
-        except OSError as error:
-            raise StorageError(f"{self.name}: {str(error).splitlines()[0]}") from error
         if len(data) != size:
             raise DamagedShardError(f"cut off at byte {offset + len(data)}")
         return pa.py_buffer(data)
@@ -140,8 +144,7 @@ class SealedShard(Shard):
         if whole is None:
             whole = sealed is None or sealed.batches is None
         try:
-            self._source = place.open(f"{table}/{file}")
-            self.nbytes = self._source.size()
+            self._open()
             if whole:
                 check_hash(self.name, file, self._source)
             size = min(self.nbytes, _TAIL)
@@ -247,14 +250,19 @@ def check_hash(name: str, file: str, source: pa.NativeFile) -> None:
 
     Raises:
         DamagedShardError: they differ.
+        StorageError: the store does not answer.
     """
     match = SEALED.fullmatch(file)
     if match is None:
         raise DamagedShardError(f"{name}: not the name of a shard")
     digest = xxhash.xxh3_128()
-    size, at = source.size(), 0
+    with _answers(name):
+        size, at = source.size(), 0
     while at < size:
-        piece = source.read_at(min(size - at, 8 << 20), at)
+        with _answers(name):
+            piece = source.read_at(min(size - at, 8 << 20), at)
+        if not piece:  # cut off meanwhile
+            break
         digest.update(piece)
         at += len(piece)
     if digest.hexdigest() != match["hash"]:
@@ -262,6 +270,18 @@ def check_hash(name: str, file: str, source: pa.NativeFile) -> None:
             f"{name}: {size} bytes hash to {digest.hexdigest()}, the name says {match['hash']}",
             hint="truncated or altered after it was written; restore it from a copy",
         )
+
+
+@contextmanager
+def _answers(name: str) -> Iterator[None]:
+    """That a store does not answer is no damage."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        text = str(error) or type(error).__name__
+        raise StorageError(f"{name}: {text.splitlines()[0]}") from error
 
 
 class LiveShard(Shard):
@@ -276,8 +296,7 @@ class LiveShard(Shard):
         super().__init__(place, table, file)
         if self.names.fullmatch(file) is None:
             raise DamagedShardError(f"{self.name}: not the name of a shard")
-        self._source = place.open(f"{table}/{file}")
-        self.nbytes = self._source.size()
+        self._open()
         self._blocks: list[messages.Block] = []
         self.schema = pa.schema([])
         self.torn, self.reason = 0, ""
@@ -286,7 +305,8 @@ class LiveShard(Shard):
 
     def _walk(self) -> None:
         # its writer may cut off the end meanwhile
-        data = pa.py_buffer(self._source.read_at(self.nbytes, 0))
+        with _answers(self.name):
+            data = pa.py_buffer(self._source.read_at(self.nbytes, 0))
         view = memoryview(data)
         if bytes(view[: len(MAGIC)]) != MAGIC:
             self.torn, self.reason = self.nbytes, "no Arrow magic at the start"
@@ -404,11 +424,14 @@ def _alike(found: pa.DataType, wanted: pa.DataType) -> bool:
 
 
 class Cache(Generic[T]):
-    """Least recently used values up to a number of bytes; the newest always stays."""
+    """Least recently used values up to a number of bytes; the newest always stays.
 
-    def __init__(self, limit: int, drop: Callable[[T], None] | None = None) -> None:
+    What falls out is only forgotten, never closed: somebody may be reading it. A file is closed
+    when nobody holds its shard any more.
+    """
+
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._drop = drop
         self._size = 0
         self._items: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
 
@@ -421,18 +444,13 @@ class Cache(Generic[T]):
         self._items[key] = value, size
         self._size += size
         while self._size > self._limit and len(self._items) > 1:
-            _, (old, old_size) = self._items.popitem(last=False)
+            _, (_, old_size) = self._items.popitem(last=False)
             self._size -= old_size
-            if self._drop is not None:
-                self._drop(old)
         return value
 
     def clear(self) -> None:
         """Forget everything."""
-        while self._items:
-            _, (old, _) = self._items.popitem(last=False)
-            if self._drop is not None:
-                self._drop(old)
+        self._items.clear()
         self._size = 0
 
 

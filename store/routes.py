@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,10 @@ def join_routes(
     chosen = recorded if columns is None else tuple(recorded[c] for c in columns)
     begin, end = span
     shape = (end - begin, len(chosen), k)
-    ids = np.zeros(shape, codecs.route_dtype(experts))
+    with _named(f"routes of {name} at {rows[0]['start']}"):
+        if k < 0:
+            raise SchemaError(f"k is {k}")
+        ids = np.zeros(shape, codecs.route_dtype(experts))
     valid = np.zeros(shape[:2], bool)
     weighted = np.zeros(shape[:2], bool)
     weights = margin = None
@@ -92,8 +96,7 @@ def join_routes(
             raise SchemaError(f"{where}: {n} rows in a sequence of {length} tokens")
         block, mask, ordered = _decode(row, columns, unpack, where)
         order &= ordered
-        for entry in json.loads(row["missing"]) if row["missing"] else []:
-            missing.append((int(entry[0]), int(entry[1]), entry[2], str(entry[3])))
+        missing += read_missing(row["missing"], where)
         if row["weights"] is not None and weights is None:
             weights = np.full(shape, np.nan, np.float32)
         if row["margin"] is not None and margin is None:
@@ -113,6 +116,37 @@ def join_routes(
         if row["margin"] is not None and margin is not None:
             _put(margin[outer], _floats(row, "margin", wide, columns, where)[inner], fresh)
     return Routes(chosen, experts, ids, valid, weights, weighted, margin, tuple(missing), order)
+
+
+def read_missing(text: str | None, where: str) -> list[tuple[int, int, int | None, str]]:
+    """What `routes.missing` says: (start, n, layer or None, reason) of ranges without a route.
+
+    Args:
+        text: the cell.
+        where: names the fragment in messages.
+
+    Raises:
+        SchemaError: it says something else.
+    """
+    try:
+        entries = json.loads(text) if text else []
+        fine = isinstance(entries, list) and all(_is_missing(entry) for entry in entries)
+    except (ValueError, RecursionError):
+        fine = False
+    if not fine:
+        raise SchemaError(f"{where}: missing is not a list of [start, n, layer or null, reason]")
+    return [(start, n, layer, reason) for start, n, layer, reason in entries]
+
+
+def _is_missing(entry: Any) -> bool:
+    return (
+        isinstance(entry, list)
+        and len(entry) == 4
+        and isinstance(entry[0], int)
+        and isinstance(entry[1], int)
+        and isinstance(entry[2], int | None)
+        and isinstance(entry[3], str)
+    )
 
 
 def _kind(row: Mapping[str, Any]) -> tuple[tuple[int, ...], int, int]:
@@ -139,6 +173,25 @@ def _decode(
     row: Mapping[str, Any], columns: tuple[int, ...] | None, unpack: Unpack, where: str
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Ids [n, layers, k] of a fragment, where they are valid, and whether slots are in order."""
+    with _named(where):
+        return _decode_block(row, columns, unpack, where)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Say which fragment it is, where an error does not."""
+    try:
+        yield
+    except SchemaError as error:
+        text = str(error.args[0])
+        if text.startswith(where):
+            raise
+        raise SchemaError(f"{where}: {text}", hint=error.hint) from error
+
+
+def _decode_block(
+    row: Mapping[str, Any], columns: tuple[int, ...] | None, unpack: Unpack, where: str
+) -> tuple[np.ndarray, np.ndarray, bool]:
     n, width, k, experts = row["n"], len(row["layers"]), row["k"], row["num_experts"]
     if row["encoding"] in ("plain", "rows"):
         if row["ids"] is None:

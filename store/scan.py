@@ -20,6 +20,9 @@ from rolltape.store.errors import UsageError
 #: Yields the batches of the columns named, from the start at every call, one at a time.
 Batches = Callable[[list[str]], Iterable[pa.RecordBatch]]
 
+#: Yields batches of the columns named, of the rows with these ascending numbers (int64) alone.
+Take = Callable[[list[str], np.ndarray], Iterable[pa.RecordBatch]]
+
 _SHOWN_ROWS = 5
 _SHOWN_ITEMS = 4
 _SHOWN_TEXT = 60
@@ -108,6 +111,7 @@ class Rows:
         batches: called with column names, yields record batches of exactly those columns in that
             order, from the start; never called without a column. `to_ray` pickles it.
         count: the number of rows, if it is known without reading.
+        take: reads rows by number, if it can without reading those before them; needs `count`.
         name: what to call it in messages.
     """
 
@@ -117,12 +121,15 @@ class Rows:
         batches: Batches,
         *,
         count: Callable[[], int] | None = None,
+        take: Take | None = None,
         name: str = "",
     ) -> None:
+        assert take is None or count is not None, "take needs count, to refuse other numbers"
         self.schema = schema
         self.batches = batches
         self.name = name or "rows"
         self._count = count
+        self._take = take
 
     def scanner(
         self, columns: Iterable[str] | None = None, filter: pc.Expression | None = None
@@ -167,7 +174,8 @@ class Rows:
     def take(self, indices: Any, columns: Iterable[str] | None = None) -> pa.Table:
         """Rows by number, in the order given, repeated where a number is.
 
-        Reads the batches up to the last row wanted, and keeps only the rows wanted.
+        Reads only the rows wanted where the source can find them by number, such as sequences;
+        else the batches up to the last row wanted, of which it keeps only those rows.
 
         Args:
             indices: integers from 0, in a list, NumPy or Arrow array.
@@ -188,6 +196,17 @@ class Rows:
             raise IndexError(f"{self.name}: row {rows[0]}")
         if self._count is not None and rows[-1] >= self._count():
             raise IndexError(f"{self.name}: row {rows[-1]} of {self._count()}")
+        if self._take is None:
+            found = self._picked(scan, rows)
+        else:
+            read = list(scan.columns) or _cheapest(self.schema)
+            found = [batch.select(scan.columns) for batch in self._take(read, rows)]
+        table = pa.Table.from_batches(found, scan.projected_schema)
+        in_order = np.array_equal(order, np.arange(len(rows)))
+        return table if in_order else table.take(pa.array(order))
+
+    def _picked(self, scan: Scan, rows: np.ndarray) -> list[pa.RecordBatch]:
+        """Rows by ascending number, from the batches up to the last one of them."""
         found, start, done = [], 0, 0
         for batch in scan.to_batches():
             end = int(np.searchsorted(rows, start + batch.num_rows))
@@ -195,12 +214,8 @@ class Rows:
                 found.append(batch.take(pa.array(rows[done:end] - start, pa.int64())))
             start, done = start + batch.num_rows, end
             if done == len(rows):
-                break
-        else:
-            raise IndexError(f"{self.name}: row {rows[done]} of {start}")
-        table = pa.Table.from_batches(found, scan.projected_schema)
-        in_order = np.array_equal(order, np.arange(len(rows)))
-        return table if in_order else table.take(pa.array(order))
+                return found
+        raise IndexError(f"{self.name}: row {rows[done]} of {start}")
 
     def select(self, columns: Iterable[str]) -> Rows:
         """The same rows with these columns only, in this order; reads nothing.
@@ -210,7 +225,7 @@ class Rows:
         """
         fields = [self.schema.field(name) for name in self._known(columns)]
         schema = pa.schema(fields, metadata=self.schema.metadata)
-        return Rows(schema, self.batches, count=self._count, name=self.name)
+        return Rows(schema, self.batches, count=self._count, take=self._take, name=self.name)
 
     def to_pandas(
         self, columns: Iterable[str] | None = None, filter: pc.Expression | None = None

@@ -272,7 +272,7 @@ TAPE_TABLES: dict[str, pa.Schema] = {
             pa.field("explicit", pa.int32(), nullable=False),  # positions with a kept set
             pa.field("kept_sum", pa.int64(), nullable=False),  # ids in those sets
             pa.field("kept_max", pa.int32(), nullable=False),
-            pa.field("version_min", pa.int64()),  # weight versions of its forwards
+            pa.field("version_min", pa.int64()),  # weight versions of its logprobs
             pa.field("version_max", pa.int64()),
             pa.field("gaps", pa.int32(), nullable=False),  # events of kind gap that name it
         ]

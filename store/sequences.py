@@ -18,7 +18,7 @@ from rolltape.store import codecs
 from rolltape.store.cells import Cells, Fragment
 from rolltape.store.columns import Masked
 from rolltape.store.distributions import Distributions, join_distributions
-from rolltape.store.errors import DamagedShardError, SchemaError, UsageError
+from rolltape.store.errors import DamagedShardError, NotATapeError, SchemaError, UsageError
 from rolltape.store.flat import flat_rows, table_rows
 from rolltape.store.index import KEY_COLUMNS, Index
 from rolltape.store.keys import Key
@@ -28,6 +28,7 @@ from rolltape.store.readers import Cache
 from rolltape.store.routes import Routes, join_routes
 from rolltape.store.scan import Rows, Scan
 from rolltape.store.schema import TAPE_TABLES
+from rolltape.store.shards import COMPACTING
 from rolltape.store.supports import Supports, join_supports
 from rolltape.store.tape import TAPE_HEADER, Folder
 
@@ -471,9 +472,10 @@ class Tape(Folder):
         if len(found) == 1:
             return self._sequence(found[0])
         problem = f"{len(found)} sequences named" if found else "no sequence"
-        raise UsageError(
-            f"{self.place} has {problem} {which!r}", hint=f"`rolltape show {self.place}` lists them"
-        )
+        hint = f"`rolltape show {self.place}` lists them"
+        if found:
+            hint = "one of " + ", ".join(key.id for key in found[:4])
+        raise UsageError(f"{self.place} has {problem} {which!r}", hint=hint)
 
     def _found(
         self, table: str, key: Key, span: tuple[int, int] | None
@@ -573,8 +575,13 @@ def open_tape(
         NewerFormatError: written by a newer major version of the format.
         DamagedShardError: a shard is missing or not what was written.
     """
+    place = place_of(uri, storage_options)
+    if place.exists(COMPACTING):
+        raise NotATapeError(
+            f"{place}: a compact copy that was cut short", hint="remove it and compact again"
+        )
     return Tape(
-        place_of(uri, storage_options),
+        place,
         skip_damaged=skip_damaged,
         version=version,
         columns=columns,

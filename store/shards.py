@@ -26,7 +26,7 @@ import pyarrow as pa
 import xxhash
 
 from rolltape.store.errors import StorageError
-from rolltape.store.places import LocalPlace, Place
+from rolltape.store.places import LocalPlace, Place, sync_folder
 from rolltape.store.schema import FORMAT_MAJOR, FORMAT_MINOR
 
 _PIECE = 1 << 16
@@ -35,10 +35,16 @@ CHECKSUM = b"xxh3"
 COLUMNS = b"xxh3.columns"
 JSON_CHECKSUM = "xxh3"
 LIVE = ".arrow.live"
+#: Stands in a copy for as long as `compact` writes it.
+COMPACTING = "compacting.json"
 SEALED = re.compile(r"(?P<writer>[0-9a-f]{32})-(?P<n>[0-9]{1,9})-(?P<hash>[0-9a-f]{32})\.arrow")
 UNSEALED = re.compile(r"(?P<writer>[0-9a-f]{32})-(?P<n>[0-9]{1,9})\.arrow\.live")
 #: Names under which files are written before they get their own.
-TEMPORARY = re.compile(r"\.(?:[0-9a-f]{32}-[0-9].*|(?:tape|report|seal)\.json)\.[0-9a-f]{32}")
+TEMPORARY = re.compile(
+    # in the folder of damaged shards their names begin with the table
+    r"\.(?:(?:[a-z_]+-)?[0-9a-f]{32}-[0-9].*|(?:tape|report|seal|compacting)\.json)"
+    r"\.[0-9a-f]{32}"
+)
 #: How long a put into an object store is tried again.
 RETRY_S = 60.0
 _OPTIONS = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1))
@@ -233,6 +239,9 @@ class ShardWriter:
                 self.path = opening
             else:
                 os.rename(opening, self.path)
+                if fsync:  # else a commit could be lost with the name of its file
+                    sync_folder(folder)
+                    sync_folder(folder.parent)
         self._batches = _Batches(self._file, folder.name, schema, compress=compress)
         _open_shards.add(self)
 
@@ -398,15 +407,6 @@ class ObjectShardWriter:
         self._batches.drop()
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive power loss."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def format_version() -> str:
     """`major.minor` of the format that this code writes."""
     return f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
@@ -446,4 +446,5 @@ def row_checksum(batch: pa.RecordBatch, row: int) -> str:
         batch: any batch with the columns of its table.
         row: index of the row.
     """
-    return checksum(canonical(batch.slice(row, 1)))
+    # taken, not cut out: the bits beside those of a slice are its neighbours'
+    return checksum(canonical(batch.take(pa.array([row]))))

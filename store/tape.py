@@ -86,6 +86,8 @@ class Folder:
             table, _, file = str(entry["shard"]).partition("/")
             if self.version is None or entry.get("version", 1) <= self.version:
                 found[table, file] = Sealed(int(entry["bytes"]), entry.get("batches"))
+        if self.version is not None and not isinstance(self.version, int):
+            raise UsageError(f"version {self.version!r} is not a number")
         last = int(self.seal.get("version", 1)) if self.seal is not None else 0
         if self.version is not None and not 1 <= self.version <= last:
             known = f"it has 1 to {last}" if last else "it is not sealed"

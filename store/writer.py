@@ -21,7 +21,7 @@ from rolltape.store.errors import (
     TapeFullError,
     UsageError,
 )
-from rolltape.store.places import LocalPlace, ObjectPlace, Place, place_of
+from rolltape.store.places import LocalPlace, ObjectPlace, Place, place_of, sync_folder
 from rolltape.store.schema import REPORT_TABLES, SPAN, TAPE_TABLES
 from rolltape.store.shards import (
     JSON_CHECKSUM,
@@ -156,16 +156,22 @@ def put_json(
         TapeExistsError: `exclusive`, and there is one.
     """
     data = _json_bytes(value)
+    # without its header a tape is lost, so these few bytes always survive power loss
     if not (exclusive and isinstance(place, LocalPlace)):
-        place.put(name, data)
+        place.put(name, data, fsync=True)
         return
     temporary = place.path / f".{name}.{new_uuid()}"
     try:
-        temporary.write_bytes(data)
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         try:
             os.link(temporary, place.path / name)  # unlike a rename it never replaces
         finally:
             temporary.unlink()
+        sync_folder(place.path)
+        sync_folder(place.path.parent)
     except FileExistsError as error:
         raise TapeExistsError(f"{place} is not empty", hint="choose another -o") from error
     except OSError as error:

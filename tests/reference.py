@@ -157,11 +157,8 @@ def rollup(sequence: dict[str, Any], made: Made, key: Key) -> dict[str, Any]:
     sizes = [len(ids) for state, ids in sets if state == SUPPORT_EXPLICIT]
     out["explicit"], out["kept_sum"] = len(sizes), sum(sizes)
     out["kept_max"] = max(sizes, default=0)
-    versions = [
-        r["weight_version"]
-        for r in made.of("forwards", key)
-        if r["kind"] != "dummy" and r["weight_version"] is not None
-    ]
+    # those of a logprob: not of a forward that computed again what was there
+    versions = [version for version in sequence["version"] if version is not None]
     out["version_min"], out["version_max"] = (
         min(versions, default=None),
         max(versions, default=None),

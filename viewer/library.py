@@ -302,7 +302,8 @@ def _find(path: Path) -> list[Path]:
             f"{path} is not a tape or a report",
             hint="it is a file" if path.exists() else "no such file or folder",
         )
-    return sorted(p for p in path.iterdir() if p.is_dir() and kind_of(p) is not None)
+    found = (p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    return sorted(p for p in found if kind_of(p) is not None)
 
 
 def _open_tape(path: Path) -> Tape:

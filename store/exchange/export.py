@@ -280,7 +280,7 @@ def _weights(routes: Routes | None) -> Masked | None:
 def _margin(routes: Routes | None) -> Masked | None:
     if routes is None or routes.margin is None:
         return None
-    # a margin that was not recorded is NaN in memory
+    # NaN in memory is one that was not recorded, or one recorded as NaN: they cannot be told apart
     flat = routes.margin.ravel()
     return Masked(flat, ~np.isnan(flat))
 

@@ -126,6 +126,8 @@ def import_dumps(
         create_tape(root, role="rollout", provenance={"import": framework, "files": names})
         with TapeWriter(root) as writer:
             target = _Target(writer, new_uuid(), meaning, carried)
+            if experts is None and len(files) > 1:
+                target.experts = _experts(framework, files, given)
             for ordinal, file in enumerate(files):
                 rows = _read(framework, Path(file), ordinal, carried, given)
                 _write_file(target, rows, framework, numbers, experts)
@@ -159,6 +161,32 @@ def _read(
     return slime.read(path, ordinal, carried)
 
 
+def _experts(
+    framework: str, files: Sequence[str | os.PathLike[str]], tokenizer: Path | None
+) -> int:
+    """The largest expert id of all files + 1, so that all sequences have one number of experts.
+
+    The files are read once more for it: they need not fit into memory together.
+    """
+    largest = -1
+    for ordinal, file in enumerate(files):
+        unused = Carried()  # they are counted when they are written
+        rows = _read(framework, Path(file), ordinal, unused, tokenizer)
+        largest = max(largest, _survey(framework, rows, unused).largest)
+    return largest + 1
+
+
+def _survey(framework: str, rows: list[Row], carried: Carried) -> Survey:
+    survey = Survey(
+        carried,
+        name=_ROUTES[framework],
+        placeholders=framework == "nemo-rl",
+        short=framework == "slime",
+    )
+    survey.look(rows)
+    return survey
+
+
 def _write_file(
     target: _Target,
     rows: list[Row],
@@ -166,11 +194,8 @@ def _write_file(
     numbers: tuple[int, ...] | None,
     experts: int | None,
 ) -> None:
-    carried, name = target.carried, _ROUTES[framework]
-    survey = Survey(
-        carried, name=name, placeholders=framework == "nemo-rl", short=framework == "slime"
-    )
-    survey.look(rows)
+    name = _ROUTES[framework]
+    survey = _survey(framework, rows, target.carried)
     if survey.width and numbers is not None and len(numbers) != survey.width:
         raise UsageError(f"--layers names {len(numbers)} layers, {name} has {survey.width} columns")
     if experts is not None and survey.largest >= experts:

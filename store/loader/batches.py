@@ -378,7 +378,8 @@ def _logprobs(samples: Sequence[Sample], place: _Place) -> dict[str, Any]:
         known = sample.logprobs.valid
         values[span][known] = sample.logprobs.values[known]
         valid[span] = known
-        for start, n, semantics in reversed(sample.semantics):  # the first one recorded counts
+        # by start: where spans overlap, the one that begins first counts
+        for start, n, semantics in reversed(sample.semantics):
             if semantics["temperature"] is not None:
                 temperatures[span][start : start + n] = semantics["temperature"]
     return {

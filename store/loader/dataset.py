@@ -145,9 +145,14 @@ class TapeDataset(IterableDataset[Batch]):
         columns, logprob, layers, storage_options, filters: as for `Sequences`.
 
     Following gives sequences in the order in which they were closed, once all their fragments are
-    there, without shuffling, and ends when the tape is sealed and everything was given. Groups are
+    there, as far as it was asked for, without shuffling, and ends when the tape is sealed and
+    everything was given. What never became whole is then named in a warning. Groups are
     dealt to ranks and workers by a hash, so the numbers of batches differ between ranks. Its state
     holds offsets into what each writer wrote, and fits only the same number of ranks and workers.
+
+    Attributes:
+        incomplete: following only: ids of sequences that have begun to arrive and are not whole, as
+            far as they are this rank's; with workers, each worker knows its own.
 
     Raises:
         UsageError: options that do not go together, or a group that does not fit a batch.
@@ -234,6 +239,11 @@ class TapeDataset(IterableDataset[Batch]):
     def epoch(self) -> int:
         """The epoch that iterating gives."""
         return int(self._epoch)
+
+    @property
+    def incomplete(self) -> tuple[str, ...]:
+        """See the class."""
+        return self._follow.incomplete if self._follow is not None else ()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch: another order, from the start. The one of a loaded state goes on."""

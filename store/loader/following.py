@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import xxhash
 
 from rolltape.store.errors import UsageError
+from rolltape.store.keys import Key
 from rolltape.store.loader.batches import Sample, Wanted, read_sample
 from rolltape.store.loader.inbox import STATE, Inbox, Pending
 from rolltape.store.loader.sampler import BatchRule, Filters
@@ -50,6 +52,11 @@ class Following:
         """Of the run, or of the one that would start."""
         run = self._run or FollowRun(self, shard, self._loaded)
         return {**run.inbox.state, "shard": list(shard), "numbers": list(run.numbers)}
+
+    @property
+    def incomplete(self) -> tuple[str, ...]:
+        """Of the run, see `FollowRun.incomplete`."""
+        return self._run.incomplete if self._run is not None else ()
 
     def load(self, state: Mapping[str, Any], shard: tuple[int, int]) -> None:
         """Check a state and keep it for the next run."""
@@ -104,6 +111,18 @@ class FollowRun:
         if batch:
             yield self._give(batch)
 
+    @property
+    def incomplete(self) -> tuple[str, ...]:
+        """Ids of sequences of this part that have begun to arrive and are not whole."""
+        return tuple(
+            key.id for key in self.inbox.incomplete if self._is_mine(self.inbox.group(key), key)
+        )
+
+    def _is_mine(self, group: str | None, key: Key) -> bool:
+        together = group and self._what.group_size != 1
+        part = xxhash.xxh3_64_intdigest(group if group and together else key.text)
+        return part % self._shard[1] == self._shard[0]
+
     def _give(self, batch: list[list[Pending]]) -> list[Sample]:
         samples = []
         for group in batch:
@@ -142,13 +161,21 @@ class FollowRun:
         for group in list(self._groups.values()):  # never filled
             yield from self._passed(group, whole=False)
         self._groups.clear()
+        left = self.incomplete
+        if left:
+            warnings.warn(
+                f"{self.inbox.place}: {len(left)} sequences never became whole and are not given, "
+                f"the first is {left[0]}: left open, or without some tokens or an annotation that "
+                "was waited for",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _grouped(self, pending: Pending) -> Iterator[list[Pending]]:
         assert pending.closing is not None
         name = pending.closing["group"]
         size = self._what.group_size
-        part = xxhash.xxh3_64_intdigest(name if name and size != 1 else pending.key.text)
-        if part % self._shard[1] != self._shard[0]:
+        if not self._is_mine(name, pending.key):
             self.inbox.give([pending.key])
             return
         if name is None or size == 1:

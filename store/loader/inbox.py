@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import weakref
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from rolltape.store.cells import Cells
+from rolltape.store.errors import SchemaError
 from rolltape.store.follow import Arrival, Follower, offsets_of
 from rolltape.store.index import grouped
 from rolltape.store.keys import Key
@@ -62,12 +64,33 @@ class Pending:
             for value in found.batch.column(name).take(pa.array(found.rows)).to_pylist()
         ]
 
-    def covers(self, table: str, end: int) -> bool:
-        """Whether its rows of a table reach over the positions 0..end-1 without a hole."""
-        seen = np.zeros(max(end, 0), bool)
-        for start, n in zip(self.column(table, "start"), self.column(table, "n"), strict=True):
+    def covered(self, table: str, length: int) -> np.ndarray:
+        """Which positions its rows of a table account for, bool [length].
+
+        Those of routes that were `used` also account for what their `missing` says of all layers,
+        such as a prefix whose KV was reused: no row of it will come.
+        """
+        spans = list(zip(self.column(table, "start"), self.column(table, "n"), strict=True))
+        if table == "routes":
+            used = [role == "used" for role in self.column(table, "role")]
+            spans = list(itertools.compress(spans, used))
+            for said in itertools.compress(self.column(table, "missing"), used):
+                spans += _without_routes(said, self.key)
+        seen = np.zeros(max(length, 0), bool)
+        for start, n in spans:
             seen[max(start, 0) : max(start + n, 0)] = True
-        return bool(seen.all())
+        return seen
+
+
+def _without_routes(said: str | None, key: Key) -> list[tuple[int, int]]:
+    """(start, n) of the ranges that a cell of `routes.missing` names for all layers."""
+    try:
+        entries = json.loads(said) if said else []
+        return [(int(start), int(n)) for start, n, layer, _ in entries if layer is None]
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise SchemaError(
+            f"routes.missing of {key.id}: not a list of [start, n, layer, reason]: {error}"
+        ) from error
 
 
 class _Arrived(Tape):
@@ -108,9 +131,14 @@ class _Arrived(Tape):
 class Inbox:
     """Sequences of a tape as they close, each once.
 
-    A sequence is there when its closing row is and its tokens are whole, and with `routes` of an
-    MoE model when those reach to the token before the last. In a tape that has ended, whatever is
-    closed and has all its tokens is there.
+    A sequence is there when its closing row is, its tokens are whole, and of the tables wanted
+
+    - `routes` of an MoE model account for every token before the last: with routes, or by saying
+      in `missing` that there are none, such as those of a reused KV prefix;
+    - `supports` reach over its response, and `forwards` that gave its logprobs are there, except
+      for tokens that do not count in the loss (of a tool, for example).
+
+    In a tape that has ended, whatever is closed and has all its tokens is there.
 
     Args:
         uri: path or URL of the tape.
@@ -137,7 +165,7 @@ class Inbox:
         wanted = dict.fromkeys(["sequences", "engines", "tokens", *tables, *extra])
         self._follower = Follower(uri, state, tables=tuple(wanted), storage_options=storage_options)
         self._wait_for = frozenset(wait_for)
-        self._routed = "routes" in wanted
+        self._tables = frozenset(wanted)
         self._pending: dict[Key, Pending] = {}
         self._given: dict[Key, dict[tuple[str, str], tuple[int, int]]] = {}
         self._ready: set[Key] = set()
@@ -159,8 +187,18 @@ class Inbox:
 
     @property
     def incomplete(self) -> list[Key]:
-        """Sequences that have begun to arrive and are not there."""
-        return [key for key in self._pending if key not in self._ready]
+        """Sequences whose `sequences` row has arrived and that are not there."""
+        # rows of other tables alone may be late ones of a sequence that was given before `state`
+        return [
+            key
+            for key, pending in self._pending.items()
+            if "sequences" in pending.rows and key not in self._ready
+        ]
+
+    def group(self, key: Key) -> str | None:
+        """Name of the group of one of `incomplete`."""
+        name: str | None = self._pending[key].column("sequences", "group")[-1]
+        return name
 
     def poll(self) -> tuple[bool, list[Pending]]:
         """Whether anything arrived, and the sequences that are there since."""
@@ -202,13 +240,35 @@ class Inbox:
                 _note_state(pending, arrival.batch.take(pa.array(rows)).to_pylist())
 
     def _complete(self, pending: Pending) -> bool:
-        if pending.closing is None or not pending.covers("tokens", pending.closing["length"]):
+        if pending.closing is None:
+            return False
+        length = pending.closing["length"]
+        if not pending.covered("tokens", length).all():
             return False
         if self._wait_for and not self._wait_for <= set(pending.column("annotations", "name")):
             return False
-        if self.ended or not self._routed or self._dense.get(pending.key.engine, False):
+        if self.ended:
             return True
-        return pending.covers("routes", pending.closing["length"] - 1)
+        routed = "routes" in self._tables and not self._dense.get(pending.key.engine, False)
+        if routed and not pending.covered("routes", length)[:-1].all():
+            return False
+        if not self._tables & {"supports", "forwards"}:
+            return True
+        scored = self._scored(pending)
+        if "supports" in self._tables and not pending.covered("supports", length)[scored].all():
+            return False
+        # by step: a forward of unknown version is there too
+        return "forwards" not in self._tables or bool(
+            self.sequence(pending).step.valid[scored].all()
+        )
+
+    def _scored(self, pending: Pending) -> np.ndarray:
+        """Tokens of the response that may count in the loss, bool [T]; the first never has one."""
+        assert pending.closing is not None
+        mask = self.sequence(pending).loss_mask
+        scored: np.ndarray = mask.values | ~mask.valid
+        scored[: max(pending.closing["prompt_len"], 1)] = False
+        return scored
 
     def sequence(self, pending: Pending) -> TapeSequence:
         """A sequence that is there, to be read before it is given."""
@@ -234,8 +294,10 @@ class Inbox:
             for key, last in self._given.items()
             if any(at >= low[where] for where, at in last.items())
         ]
+        # `engines` are few, and whoever goes on needs all of them
+        offsets = offsets_of({where: at for where, at in low.items() if where[0] != "engines"})
         tape = self._follower.uuid
-        return {"kind": STATE, "tape": tape, "offsets": offsets_of(low), "given": needed}
+        return {"kind": STATE, "tape": tape, "offsets": offsets, "given": needed}
 
 
 def _note_state(pending: Pending, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -7,6 +7,7 @@ nothing that is missing where it would be used is handed over: that raises.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,8 @@ def trl_fields(batch: Batch, *, advantages: torch.Tensor | None = None) -> dict[
     Raises:
         UsageError: a logprob of a loss token is missing.
     """
-    verl = verl_fields(batch)["tensors"]
+    # routes are not handed over, so missing ones do not matter
+    verl = verl_fields(replace(batch, routes=None, routes_valid=None))["tensors"]
     prompts = verl["prompts"].shape[1]
     out: dict[str, Any] = {
         "prompt_ids": verl["prompts"],

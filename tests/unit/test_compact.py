@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.fs as fs
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -15,6 +19,9 @@ from rolltape import store
 from rolltape.store import DamagedShardError, TapeExistsError, UsageError
 from rolltape.store.compact import compact
 from rolltape.store.equality import differences
+from rolltape.store.fsck import fsck
+from rolltape.store.places import ObjectPlace
+from rolltape.store.shards import COMPACTING
 from tests import reference
 from tests.builders import Sample, random_routes, random_samples, write_tape
 from tests.random_tapes import Made, tapes
@@ -284,7 +291,80 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "differences", lambda *_, **__: iter(["x: tokens differs"]))
     with pytest.raises(DamagedShardError, match="x: tokens differs"):
         compact(tmp_path / "a", tmp_path / "b")
-    assert not (tmp_path / "b").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def _killed_while_compacting(source: Path, out: Path | ObjectPlace, after: int) -> None:
+    """Compact in a child that is killed at its n-th sequence, with all before on the disk."""
+    module = importlib.import_module("rolltape.store.compact")
+    pid = os.fork()
+    if pid == 0:
+        add, seen = module.RouteWriter.add, []
+
+        def dying(self: Any, sequence: Any) -> None:
+            seen.append(sequence)
+            if len(seen) > after:
+                self.flush()
+                self._writer.flush()
+                self._writer.close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            add(self, sequence)
+
+        module.RouteWriter.add = dying
+        try:
+            compact(source, out)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_killed_compaction_leaves_nothing_under_the_name(tmp_path: Path) -> None:
+    write_tape(tmp_path / "a", random_samples(4, response=8))
+    _killed_while_compacting(tmp_path / "a", tmp_path / "out" / "b", 2)
+    (left,) = (tmp_path / "out").iterdir()
+    assert re.fullmatch(r"\.b\.compact-[0-9a-f]{8}", left.name)
+    assert [f.code for f in fsck(left, repair=True).findings] == ["partial"]
+    compact(tmp_path / "a", tmp_path / "out" / "b")
+    assert fsck(tmp_path / "out" / "b").findings == ()
+    assert sorted((tmp_path / "out").iterdir()) == [left, tmp_path / "out" / "b"]
+
+
+def test_a_killed_compaction_into_an_object_store_is_no_tape(tmp_path: Path) -> None:
+    write_tape(tmp_path / "a", random_samples(4, response=8))
+    place = ObjectPlace(fs.LocalFileSystem(), str(tmp_path / "b"), "x://b")
+    _killed_while_compacting(tmp_path / "a", place, 2)
+    assert place.files("routes"), "so half of it is there"
+    checked = fsck(place, repair=True)
+    assert [f.code for f in checked.findings] == ["partial"] and not checked.clean
+    assert not place.exists("seal.json")
+    other = ObjectPlace(fs.LocalFileSystem(), str(tmp_path / "c"), "x://c")
+    compact(tmp_path / "a", other)
+    assert fsck(other).findings == () and not other.exists(COMPACTING)
+
+
+def test_a_copy_may_go_to_an_empty_folder(tmp_path: Path) -> None:
+    write_tape(tmp_path / "a", random_samples(1))
+    (tmp_path / "b").mkdir()
+    compact(tmp_path / "a", tmp_path / "b")
+    assert fsck(tmp_path / "b").clean and len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_appears_at_the_name_meanwhile_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tape(tmp_path / "a", random_samples(1))
+    module = importlib.import_module("rolltape.store.compact")
+
+    def meanwhile(*_: Any, **__: Any) -> Iterator[str]:
+        (tmp_path / "b").mkdir()
+        (tmp_path / "b" / "precious").write_text("x")
+        return iter(())
+
+    monkeypatch.setattr(module, "differences", meanwhile)
+    with pytest.raises(TapeExistsError, match="b is not empty"):
+        compact(tmp_path / "a", tmp_path / "b")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+    assert (tmp_path / "b" / "precious").read_text() == "x"
 
 
 def test_a_tape_that_is_being_written_or_a_taken_name_is_refused(tmp_path: Path) -> None:

@@ -294,6 +294,24 @@ def test_the_number_of_experts_is_not_passed_off_as_known(tmp_path, rng):
 
 
 @pytest.mark.engine
+def test_all_files_of_an_import_have_one_number_of_experts(tmp_path, rng):
+    files = []
+    for ordinal, largest in enumerate((5, 9, 7)):
+        routes = routes_of(rng, 12, experts=5)
+        routes[3, 1] = [0, largest]
+        sample = slime_sample(rng, ordinal, rollout_routed_experts=routes)
+        files.append(save_slime(tmp_path / f"{ordinal}.pt", [sample], rollout_id=ordinal))
+    tape, sequences, carried = imported(tmp_path, *files, framework="slime")
+    assert [s.routes().num_experts for s in sequences] == [10, 10, 10]
+    assert tape.engine(sequences[0].key.engine)["num_experts"] == 10
+    assert [s.routes().ids[3, 0].tolist() for s in sequences] == [[0, 5], [0, 9], [0, 7]]
+    (note,) = [note for note in carried.notes if "largest id + 1" in note]
+    assert "largest id + 1, 10" in note
+    rows = 3 * 11 * (LAYERS - 1)  # counted once, though the files are looked at twice
+    assert carried.kept[next(f for f in carried.kept if "routed" in f)]["values"] == rows
+
+
+@pytest.mark.engine
 def test_kept_sets_of_top_p_replay_become_supports(tmp_path, rng):
     ids = [9, 4, 7, 1, 2, 30, 20]
     offsets = [0, 2, 3, 3, 5, 5, 6, 7]

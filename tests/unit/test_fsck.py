@@ -12,15 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.fs as fs
 import pytest
 
 from rolltape import store
 from rolltape.cli import main
+from rolltape.recorder.output import prepare_output
 from rolltape.store import readers
 from rolltape.store.compact import compact
 from rolltape.store.fsck import Checked, fsck
+from rolltape.store.places import LocalPlace, ObjectPlace
 from rolltape.store.schema import DERIVED_TABLES
-from rolltape.store.shards import LIVE, list_shards
+from rolltape.store.shards import COMPACTING, LIVE, list_shards
+from rolltape.store.writer import put_json
 from tests.builders import random_samples, write_tape
 
 N = 4
@@ -374,3 +378,90 @@ def test_a_folder_that_is_a_link_is_refused(tape: Path, tmp_path: Path) -> None:
         with pytest.raises(store.StorageError, match="is a link to another folder"):
             action(tape)
     assert sorted(elsewhere.iterdir()) == before
+
+
+def test_rows_without_a_sequence_are_noted_and_are_no_damage(tape: Path, capsys: Any) -> None:
+    with store.TapeWriter(tape) as writer:
+        row = {"engine": "e" * 32, "request": "lost", "sample": 0, "pass": 0, "start": 0, "n": 1}
+        writer.append("tokens", {**row, "ids": [[1]]})
+        writer.flush()
+        assert fsck(tape).notes == (), "its sequence may follow"
+    store.seal(tape)
+    checked = fsck(tape)
+    assert checked.clean and checked.findings == ()
+    (note,) = checked.notes
+    assert "1 sequences have no row in the sequences table" in note
+    with pytest.raises(SystemExit) as caught:
+        main(["fsck", str(tape)])
+    assert not caught.value.code
+    assert capsys.readouterr().out.startswith(f"note      {note}\n")
+
+
+def test_temporary_files_in_the_folder_of_the_damaged(tape: Path) -> None:
+    (tape / "damaged").mkdir()
+    name = shard(tape, "tokens").name
+    strays = [f".tokens-{name}.{'b' * 32}", f".seal.json.{'b' * 32}"]
+    for stray in strays:
+        (tape / "damaged" / stray).write_bytes(b"x")
+        os.utime(tape / "damaged" / stray, (time.time() - 600,) * 2)
+    assert sorted(f.where for f in fsck(tape).findings) == sorted(f"damaged/{s}" for s in strays)
+    repair_twice(tape)
+    assert list((tape / "damaged").iterdir()) == []
+
+
+def test_a_repaired_tape_can_be_recorded_over(tape: Path) -> None:
+    flip(shard(tape, "tokens"), 3000)
+    fsck(tape, repair=True)
+    assert (tape / "damaged").is_dir()
+    prepare_output(LocalPlace(tape), overwrite=True)
+    assert not tape.exists()
+
+
+def test_a_copy_that_was_cut_short_is_never_repaired_into_a_tape(tape: Path) -> None:
+    (tape / "seal.json").unlink()
+    put_json(LocalPlace(tape), COMPACTING, {})
+    before = sorted(tape.rglob("*"))
+    for repair in (False, True):
+        checked = fsck(tape, repair=repair)
+        (finding,) = checked.findings
+        assert (finding.code, finding.where, finding.repaired) == ("partial", COMPACTING, False)
+        assert "remove this copy" in finding.text and not checked.clean
+    assert sorted(tape.rglob("*")) == before
+
+
+class _Silent:
+    """A file whose store fails to answer one call."""
+
+    def __init__(self, file: Any, call: str) -> None:
+        self._file, self._call = file, call
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._call:
+            self._call = ""
+            return self._fail
+        return getattr(self._file, name)
+
+    def _fail(self, *_: int) -> Any:
+        raise OSError("no answer\nafter three attempts")
+
+
+@pytest.mark.parametrize("call", ["read_at", "size"])
+def test_a_store_that_does_not_answer_once_damages_nothing(
+    tape: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    place = ObjectPlace(fs.LocalFileSystem(), str(tape), "x://tape")
+    before = sorted(tape.rglob("*"))
+    opened = ObjectPlace.open
+    failed: list[str] = []
+
+    def open_(self: ObjectPlace, name: str) -> Any:
+        file = opened(self, name)
+        if not name.startswith("tokens/") or failed:
+            return file
+        failed.append(name)
+        return _Silent(file, call)
+
+    monkeypatch.setattr(ObjectPlace, "open", open_)
+    with pytest.raises(store.StorageError, match=r"x://tape/tokens/.*no answer"):
+        fsck(place, repair=True)
+    assert sorted(tape.rglob("*")) == before

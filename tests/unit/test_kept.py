@@ -116,7 +116,7 @@ def mixed(repeats=6):
 def test_every_truncation_and_other_counts_are_refused():
     counts, ids = csr(mixed())
     data = kept.encode_kept(counts, ids, vocab_size=500)
-    parts = kept._split(data, len(counts), FIELD)
+    parts = kept._split(data, counts, FIELD)
     assert set(parts.kinds.tolist()) == {1, 2}
     assert parts.table.size
     for size in range(len(data)):
@@ -205,3 +205,35 @@ def test_newer_version_is_refused_by_name():
     forged[3] = 2
     with pytest.raises(SchemaError, match="version 2"):
         kept.decode_kept(bytes(forged), np.array([1]), field=FIELD)
+
+
+def bomb(vocab):
+    """One complement of nothing: a whole vocabulary in 41 bytes."""
+    return struct.pack("<3sB8I", b"rtk", 1, vocab, 1, 0, 0, 0, 1, 0, 0) + bytes(4) + b"\1"
+
+
+def test_few_bytes_never_become_many_ids():
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedShardError, match="41 bytes"):
+            kept.decode_kept(bomb(1 << 26), np.array([1 << 26]), field=FIELD)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    most = 41 * kept.MAX_IDS_PER_BYTE
+    assert len(kept.decode_kept(bomb(most), np.array([most]), field=FIELD)) == most
+    with pytest.raises(DamagedShardError, match="41 bytes"):
+        kept.decode_kept(bomb(most + 1), np.array([most + 1]), field=FIELD)
+
+
+def test_sets_that_would_be_too_small_are_padded_with_zeros():
+    vocab, n = 151_936, 40
+    counts = np.full(n, vocab)
+    data = kept.encode_kept(counts, np.tile(np.arange(vocab), n), vocab_size=vocab)
+    assert len(data) > kept._HEADER.size + 5 * n
+    assert n * vocab <= kept.MAX_IDS_PER_BYTE * len(data)
+    got = kept.decode_kept(data, counts, field=FIELD)
+    assert (got.reshape(n, vocab) == np.arange(vocab)).all()
+    for other in (data[:-1], data + b"\0", data[:-1] + b"\1"):
+        with pytest.raises(DamagedShardError):
+            kept.decode_kept(other, counts, field=FIELD)

@@ -144,7 +144,20 @@ def test_what_is_missing_is_not_handed_over_as_zero(tmp_path: Path, adapter: Any
     samples[1].processed.valid[8] = False
     with pytest.raises(UsageError, match=r"position 8 counts in the loss and has no logprob"):
         adapter(batch_of(tmp_path / "a", samples))
+
+
+@pytest.mark.parametrize("adapter", [verl_fields, slime_fields])
+def test_a_missing_route_is_not_handed_over_as_expert_0(tmp_path: Path, adapter: Any) -> None:
     samples = made(layers=(0, 1))
     samples[2].used.valid[4, 1] = False
     with pytest.raises(UsageError, match=r"0-1\.0: position 4 has no route"):
         adapter(batch_of(tmp_path / "b", samples))
+
+
+def test_routes_that_are_not_handed_over_may_be_missing(tmp_path: Path) -> None:
+    samples = made()
+    samples[2].used.valid[4, 1] = False
+    batch = batch_of(tmp_path / "a", samples)
+    found = trl_fields(batch)
+    assert found["completion_ids"][0][:5].tolist() == samples[0].ids[-5:].tolist()
+    assert batch.routes is not None  # the batch itself keeps what it has

@@ -65,6 +65,25 @@ def test_no_trace_of_a_put_that_failed(tmp_path: Path, monkeypatch: Any) -> None
     assert place.files() == {"a": 3} and place.read("a") == b"old"
 
 
+def test_a_put_may_also_survive_power_loss(place: Place, monkeypatch: Any) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    place.put("folder/a", b"1")
+    assert synced == []
+    place.put("folder/a", b"2", fsync=True)
+    assert place.read("folder/a") == b"2"
+    if isinstance(place, LocalPlace):  # the file before it got its name, then the folders
+        file, *folders = synced
+        assert Path(file).name.startswith(".a.")
+        assert folders == [str(place.path / "folder"), str(place.path)]
+
+
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     place = LocalPlace(tmp_path)
     stop = threading.Event()
@@ -234,6 +253,19 @@ def test_options_in_the_url_and_in_the_environment(s3: dict[str, Any], monkeypat
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://localhost:2")
     place_of("s3://bucket/a")
     assert s3["endpoint_override"] == "http://localhost:2"
+
+
+def test_a_hash_is_part_of_a_key(s3: dict[str, Any]) -> None:
+    place = place_of("s3://bucket/runs/a#2?region=eu-west-1")
+    assert isinstance(place, ObjectPlace) and s3["region"] == "eu-west-1"
+    assert (place.base, str(place)) == ("bucket/runs/a#2", "s3://bucket/runs/a#2")
+    google = place_of("gs://anonymous@bucket/runs/a#2")
+    assert isinstance(google, ObjectPlace) and google.base == "bucket/runs/a#2"
+
+
+def test_a_file_url_may_quote_any_character() -> None:
+    place = place_of("file:///runs/a%20b%3Fc#d")
+    assert isinstance(place, LocalPlace) and place.path == Path("/runs/a b?c#d")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ def agree(table: pa.Table, made: Made) -> None:
     rows = table.to_pylist()
     assert len(rows) == len(made.keys)
     for row, key in zip(rows, made.keys, strict=True):
-        wanted = reference.rollup(reference.expected(made, key), made, key)
+        sequence = reference.expected(made, key)
+        wanted = reference.rollup(sequence, made, key)
         for name, value in wanted.items():
             if name.endswith("_sum") and isinstance(value, float):
                 # the order of a sum is not laid down
@@ -114,6 +115,47 @@ def test_overlapping_fragments_count_once(tmp_path: Path) -> None:
     joined = again.sequence(key).logprob("raw")
     finite = joined.values[4:].astype(np.float64)
     assert same["raw_min"] == finite.min() and math.isclose(same["raw_sum"], finite.sum())
+
+
+def _versions(tmp_path: Path, *forwards: tuple[int, int, str, int | None]) -> tuple[Any, Any]:
+    """Stored version_min and _max of 8 tokens, 4 of them prompt; of (start, n, kind, version)."""
+    root = store.create_tape(tmp_path, role="rollout")
+    row = {"engine": "e", "request": "r", "sample": 0, "pass": 0}
+    with store.TapeWriter(root) as writer:
+        writer.append("sequences", {**row, "prompt_len": 4, "length": 8, "finish": "stop"})
+        writer.append("tokens", {**row, "start": 0, "n": 8, "ids": [list(range(8))]})
+        for step, (start, n, kind, version) in enumerate(forwards):
+            where = {**row, "step": step, "row": 0, "start": start, "n": n, "kind": kind}
+            writer.append("forwards", {**where, "weight_version": version})
+            if step % 3 == 2:
+                writer.flush()
+    store.seal(root)
+    tape = store.open(root)
+    joined = next(iter(tape)).weight_version
+    known = joined.values[joined.valid].tolist()
+    found = tape.rollups().to_pylist()[0]
+    both = found["version_min"], found["version_max"]
+    assert both == (min(known, default=None), max(known, default=None))
+    return both
+
+
+def test_versions_are_those_of_forwards_that_gave_a_logprob(tmp_path: Path) -> None:
+    decodes = [(p, 1, "decode", 4) for p in range(4, 7)]
+    last = (2, 2, "prefill", 4)
+    cases: list[tuple[list[Any], Any]] = [
+        ([(0, 2, "prefill", 3), last, *decodes], (4, 4)),  # an unfinished chunk
+        ([(0, 4, "prefill", 3), *decodes], (3, 4)),
+        ([last, *decodes, (0, 7, "recompute", 9)], (4, 4)),  # of a position that was there
+        ([last, *decodes[:2], (0, 7, "recompute", 9)], (4, 9)),  # of a new one
+        ([last, *decodes, (0, 8, "recompute", 9)], (4, 4)),  # behind the end
+        ([(0, 7, "score", 2), *decodes], (2, 2)),
+        ([(4, 1, "decode", 4), (3, 4, "score", 5)], (4, 5)),
+        ([(4, 1, "decode", None), (4, 1, "recompute", 7), (4, 1, "decode", 8)], (7, 7)),
+        ([(0, 8, "dummy", 1), *decodes], (4, 4)),
+        ([(0, 2, "prefill", 3)], (None, None)),
+    ]
+    for i, (forwards, wanted) in enumerate(cases):
+        assert _versions(tmp_path / str(i), *forwards) == wanted, forwards
 
 
 def test_packed_routes_count_as_what_they_were(tmp_path: Path) -> None:

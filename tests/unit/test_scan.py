@@ -155,6 +155,46 @@ def test_take_stops_behind_the_last_row_wanted(tokens: pa.Table) -> None:
     assert source.read == 2
 
 
+def test_take_reads_no_other_row_where_rows_can_be_found_by_number(tokens: pa.Table) -> None:
+    source, asked = Source(tokens), []
+
+    def take(columns: list[str], rows: np.ndarray) -> Iterator[pa.RecordBatch]:
+        asked.append((columns, rows.tolist()))
+        for row in rows.tolist():
+            yield tokens.select(columns).slice(row, 1).combine_chunks().to_batches()[0]
+
+    rows = Rows(tokens.schema, source, count=lambda: tokens.num_rows, take=take, name="tokens")
+    wanted = [5, 1, 5]
+    assert same(rows.take(wanted), tokens.take(wanted))
+    narrow = rows.select(["n", "ids"])
+    assert same(narrow.take(wanted, ["ids"]), tokens.select(["ids"]).take(wanted))
+    assert narrow.take(wanted, []).num_columns == 0
+    assert source.asked == []
+    assert asked == [(tokens.schema.names, [1, 5]), (["ids"], [1, 5]), (["n"], [1, 5])]
+    with pytest.raises(IndexError, match="row 12 of 12"):
+        rows.take([0, 12])
+
+
+def test_take_of_a_tape_joins_the_sequences_wanted_alone(
+    tape: Tape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, joined = tape.to_table(), []
+    real = type(tape).sequence
+
+    def counting(self: Tape, which: Any) -> Any:
+        joined.append(which)
+        return real(self, which)
+
+    monkeypatch.setattr(type(tape), "sequence", counting)
+    for wanted in ([3], [2, 0, 2], [0, 1, 2, 3]):
+        joined.clear()
+        assert same(tape.take(wanted), whole.take(wanted))
+        assert joined == [tape.keys()[i] for i in sorted(set(wanted))]
+    joined.clear()
+    assert tape.take([1], ["length"]).to_pylist() == [{"length": whole["length"][1].as_py()}]
+    assert joined == []
+
+
 def test_batches_come_one_at_a_time(tokens: pa.Table) -> None:
     rows, source = rows_of(tokens, 2)
     for seen, batch in enumerate(rows.scanner(["ids"]).to_reader(), 1):

@@ -259,6 +259,36 @@ def test_routes_whose_bytes_do_not_fit_their_shape_are_refused(tmp_path: Path) -
         store.open(root).sequence("0.0").routes()
 
 
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"ids": [bytes([9] * 8)]}, "has id 9, num_experts is 4"),
+        ({"num_experts": 0}, "num_experts is 0"),
+        ({"k": -1}, "k is -1"),
+        ({"encoding": "rows", "ids": [bytes([9] * 8)]}, "has id 9, num_experts is 4"),
+        ({"valid": [b"123"]}, "3 bytes, its shape needs 1"),
+        ({"missing": "[[1]]"}, "missing"),
+        ({"missing": "[[0, 1, null"}, "missing"),
+        ({"missing": '{"a": 1}'}, "missing"),
+        ({"missing": '[["a", 1, null, "x"]]'}, "missing"),
+        ({"missing": '[[0, 1e999, null, "x"]]'}, "missing"),
+    ],
+)
+def test_routes_that_do_not_decode_name_the_sequence_and_the_position(
+    tmp_path: Path, changes: dict[str, Any], match: str
+) -> None:
+    root = store.create_tape(tmp_path / "a", role="rollout")
+    key = {name: ROW[name] for name in ("engine", "request", "sample", "pass")}
+    route = {**key, "role": "used", "layers": [[0]], "k": 2, "num_experts": 4, "encoding": "plain"}
+    route |= {"start": 3, "n": 4, "ids": [bytes(8)]}
+    with store.TapeWriter(root) as writer:
+        writer.append("sequences", {**ROW, "length": 9})
+        writer.append("routes", {**route, **changes})
+    sequence = store.open(root).sequence("0.0")
+    with pytest.raises(store.SchemaError, match=f"routes of {sequence.id} at 3.*{match}"):
+        sequence.routes()
+
+
 def test_idle_import_costs_nothing_heavy() -> None:
     code = "import sys, rolltape; print([m for m in ('numpy', 'pyarrow') if m in sys.modules])"
     out = subprocess.run(
@@ -447,6 +477,25 @@ def test_a_shard_that_could_not_be_written_gets_no_footer(tmp_path: Path) -> Non
     assert shard(root).name.endswith(LIVE)
     store.seal(root)
     assert [s.key.request for s in store.open(root)] == ["0", "1"]
+
+
+def test_with_fsync_the_name_of_a_live_shard_survives_power_loss_too(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    root = store.create_tape(tmp_path / "a", role="rollout")
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with store.TapeWriter(root, fsync=True) as writer:
+        writer.append("sequences", ROW)
+        writer.flush()
+        (path,) = (root / "sequences").iterdir()
+        assert synced == [str(path.parent), str(root), str(path)]
 
 
 def test_short_writes_are_finished(tmp_path: Path) -> None:

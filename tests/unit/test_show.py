@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from rolltape.replay import diff_tapes
-from rolltape.store import Masked, TapeWriter, UsageError
+from rolltape.store import Masked, TapeWriter, UsageError, seal
 from rolltape.store.cli import info, show
 from rolltape.store.jsonable import jsonable
 from tests.builders import random_samples, write_tape
@@ -143,6 +143,18 @@ def test_info_notices_a_shard_that_is_gone(tape):
     result = run(info, tape.path)
     assert result.return_value == 2
     assert shard.name in result.output
+
+
+def test_rows_that_came_before_a_killed_jobs_sequence_are_no_damage(tmp_path):
+    tape = write_tape(tmp_path / "tape", random_samples(1, response=4), sealed=False)
+    with TapeWriter(tape.path) as writer:
+        row = {"engine": "e" * 32, "request": "lost", "sample": 0, "pass": 0, "start": 0, "n": 1}
+        writer.append("tokens", {**row, "ids": [[1]]})
+    seal(tape.path)
+    result = run(info, tape.path)
+    assert result.exception is None and result.return_value == 0
+    facts = read_json(info, tape.path)
+    assert facts["damaged"] is False and "have no row in the sequences" in facts["problems"][0]
 
 
 def test_info_of_an_empty_tape_is_no_error(tmp_path):
