@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rolltape.store.columns import Masked, list_column
 from rolltape.store.errors import UsageError
 from rolltape.store.keys import Key
-from rolltape.store.scan import Rows
+from rolltape.store.scan import Rows, Scan
 from rolltape.store.schema import TAPE_TABLES
 
 if TYPE_CHECKING:
@@ -130,3 +131,64 @@ def table_rows(tape: Tape, table: str) -> Rows:
     if table not in TAPE_TABLES:
         raise UsageError(f"no table {table!r}", hint=" | ".join(TAPE_TABLES))
     return Rows(TAPE_TABLES[table], _TableBatches(tape, table), name=f"{tape.place}/{table}")
+
+
+class FlatTable:
+    """What a tape offers to Arrow tools: the methods of its flat table, with their names.
+
+    Attributes:
+        flat: the flat table.
+    """
+
+    flat: Rows
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Schema of the flat table."""
+        return self.flat.schema
+
+    def scanner(
+        self, columns: Iterable[str] | None = None, filter: pc.Expression | None = None
+    ) -> Scan:
+        """See `rolltape.store.scan.Rows.scanner`."""
+        return self.flat.scanner(columns, filter)
+
+    def to_table(
+        self, columns: Iterable[str] | None = None, filter: pc.Expression | None = None
+    ) -> pa.Table:
+        """See `rolltape.store.scan.Rows.to_table`."""
+        return self.flat.to_table(columns, filter)
+
+    def to_batches(
+        self, columns: Iterable[str] | None = None, filter: pc.Expression | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """See `rolltape.store.scan.Rows.to_batches`."""
+        return self.flat.to_batches(columns, filter)
+
+    def count_rows(self, filter: pc.Expression | None = None) -> int:
+        """Number of sequences that match."""
+        return self.flat.count_rows(filter)
+
+    def head(self, num_rows: int, columns: Iterable[str] | None = None) -> pa.Table:
+        """The first sequences."""
+        return self.flat.head(num_rows, columns)
+
+    def take(self, indices: Any, columns: Iterable[str] | None = None) -> pa.Table:
+        """Sequences by their number in `keys()`; see `rolltape.store.scan.Rows.take`."""
+        return self.flat.take(indices, columns)
+
+    def to_pandas(
+        self, columns: Iterable[str] | None = None, filter: pc.Expression | None = None
+    ) -> Any:
+        """See `rolltape.store.scan.Rows.to_pandas`."""
+        return self.flat.to_pandas(columns, filter)
+
+    def to_ray(self) -> Any:
+        """See `rolltape.store.scan.Rows.to_ray`."""
+        return self.flat.to_ray()
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        return self.flat.__arrow_c_stream__(requested_schema)
+
+    def _repr_html_(self) -> str:
+        return self.flat._repr_html_()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,21 +12,20 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rolltape.store import codecs
 from rolltape.store.cells import Cells, Fragment
 from rolltape.store.columns import Masked
 from rolltape.store.distributions import Distributions, join_distributions
 from rolltape.store.errors import DamagedShardError, NotATapeError, SchemaError, UsageError
-from rolltape.store.flat import flat_rows, table_rows
+from rolltape.store.flat import FlatTable, flat_rows, table_rows
 from rolltape.store.index import KEY_COLUMNS, Index
 from rolltape.store.keys import Key
 from rolltape.store.packed import PackedBlock, decode_block
 from rolltape.store.places import LocalPlace, ObjectPlace, Place, place_of
 from rolltape.store.readers import Cache
 from rolltape.store.routes import Routes, join_routes
-from rolltape.store.scan import Rows, Scan
+from rolltape.store.scan import Rows
 from rolltape.store.schema import TAPE_TABLES
 from rolltape.store.shards import COMPACTING
 from rolltape.store.supports import Supports, join_supports
@@ -241,7 +240,7 @@ class Sequence:
         return out[slice(*self.span)]
 
 
-class Tape(Folder):
+class Tape(FlatTable, Folder):
     """A recording. Iterate it, or ask for one sequence by its id; tables are there as Arrow.
 
     Args:
@@ -288,59 +287,8 @@ class Tape(Folder):
         """
         return table_rows(self, table)
 
-    @property
-    def schema(self) -> pa.Schema:
-        """Schema of the flat table."""
-        return self.flat.schema
-
-    def scanner(
-        self, columns: Iterable[str] | None = None, filter: pc.Expression | None = None
-    ) -> Scan:
-        """See `rolltape.store.scan.Rows.scanner`."""
-        return self.flat.scanner(columns, filter)
-
-    def to_table(
-        self, columns: Iterable[str] | None = None, filter: pc.Expression | None = None
-    ) -> pa.Table:
-        """See `rolltape.store.scan.Rows.to_table`."""
-        return self.flat.to_table(columns, filter)
-
-    def to_batches(
-        self, columns: Iterable[str] | None = None, filter: pc.Expression | None = None
-    ) -> Iterator[pa.RecordBatch]:
-        """See `rolltape.store.scan.Rows.to_batches`."""
-        return self.flat.to_batches(columns, filter)
-
-    def count_rows(self, filter: pc.Expression | None = None) -> int:
-        """Number of sequences that match."""
-        return self.flat.count_rows(filter)
-
-    def head(self, num_rows: int, columns: Iterable[str] | None = None) -> pa.Table:
-        """The first sequences."""
-        return self.flat.head(num_rows, columns)
-
-    def take(self, indices: Any, columns: Iterable[str] | None = None) -> pa.Table:
-        """Sequences by their number in `keys()`; see `rolltape.store.scan.Rows.take`."""
-        return self.flat.take(indices, columns)
-
-    def to_pandas(
-        self, columns: Iterable[str] | None = None, filter: pc.Expression | None = None
-    ) -> Any:
-        """See `rolltape.store.scan.Rows.to_pandas`."""
-        return self.flat.to_pandas(columns, filter)
-
-    def to_ray(self) -> Any:
-        """See `rolltape.store.scan.Rows.to_ray`."""
-        return self.flat.to_ray()
-
-    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
-        return self.flat.__arrow_c_stream__(requested_schema)
-
     def __repr__(self) -> str:
         return f"<{self.role} tape {self.place}: {len(self):,} sequences>"
-
-    def _repr_html_(self) -> str:
-        return self.flat._repr_html_()
 
     # -- sequences ------------------------------------------------------------------------
 
