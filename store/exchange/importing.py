@@ -154,11 +154,18 @@ class _Target:
 def _read(
     framework: str, path: Path, ordinal: int, carried: Carried, tokenizer: Path | None
 ) -> list[Row]:
-    if framework == "verl":
-        return verl.read(path, ordinal, carried, tokenizer=tokenizer)
-    if framework == "nemo-rl":
-        return nemo.read(path, ordinal, carried)
-    return slime.read(path, ordinal, carried)
+    try:
+        if framework == "verl":
+            return verl.read(path, ordinal, carried, tokenizer=tokenizer)
+        if framework == "nemo-rl":
+            return nemo.read(path, ordinal, carried)
+        return slime.read(path, ordinal, carried)
+    except (TypeError, ValueError, OverflowError) as error:
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SchemaError(
+            f"{path}: a field is not what {framework} writes there: {what}",
+            hint="ids, masks and logprobs are lists of numbers",
+        ) from error
 
 
 def _experts(

@@ -77,7 +77,7 @@ def test_a_file_that_torch_did_not_save_is_refused(tmp_path, content):
             "cut": whole[: len(whole) // 2],
         }[content]
     )
-    with pytest.raises(SchemaError, match=r"dump\.pt: not a file of torch\.save"):
+    with pytest.raises(SchemaError, match=r"dump\.pt: not a whole file of torch\.save"):
         load_torch(path)
     assert not trace.exists()
 

@@ -726,3 +726,11 @@ def test_the_command_prints_what_was_carried_and_what_not(tmp_path, rng):
     assert said["dropped"]["content"]
     (first, *_) = open_tape(tmp_path / "b")
     assert first.semantics[0][2]["temperature"] == 0.8
+
+
+@pytest.mark.engine
+def test_a_field_that_is_something_else_is_said_of_its_file(tmp_path, rng):
+    path = save_slime(tmp_path / "0.pt", [slime_sample(rng, 0, tokens="notalist")])
+    with pytest.raises(SchemaError, match=r"0\.pt: .*notalist"):
+        import_dumps([path], tmp_path / "tape", framework="slime")
+    assert not (tmp_path / "tape").exists()
