@@ -102,7 +102,7 @@ def load_torch(path: Path, *, hint: str | None = None) -> Any:
         raise UsageError(f"{path}: no such file")
     if not zipfile.is_zipfile(path):
         raise SchemaError(
-            f"{path}: not a whole file of torch.save: cut off, or a plain pickle, which is not read",
+            f"{path}: not a whole file of torch.save (cut off?), and plain pickles are not read",
             hint=hint or "a pickle can run any program; save it with torch.save",
         )
     try:
