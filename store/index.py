@@ -8,7 +8,7 @@ and only when it is asked for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -113,8 +113,7 @@ class Index:
         offsets = derived_table(self._folder, "offsets")
         shards = [str(e["shard"]) for e in (self._folder.seal or {}).get("shards", [])]
         known = int(str(seal_index.get("covers", 0)))
-        columns = (rollups.column(c).to_pylist() for c in KEY_COLUMNS)
-        codes = {Key(*row): i for i, row in enumerate(zip(*columns, strict=True))}
+        codes = {Key(*row): i for i, row in enumerate(rows_of(rollups, KEY_COLUMNS))}
         batches = [e.get("batches") for e in (self._folder.seal or {}).get("shards", [])][:known]
         if len(codes) != len(rollups) or _outside(offsets, batches, len(rollups)):
             raise DamagedShardError(
@@ -296,6 +295,17 @@ def _merged(files: list[str], parts: list[Entries | None]) -> Entries:
     columns = {n: np.concatenate([getattr(p, n) for p in known]) for n in names}
     order = np.lexsort((columns["batch"], columns["file"], columns["code"]))
     return Entries(files, **{n: c[order] for n, c in columns.items()})
+
+
+def rows_of(table: pa.Table, columns: Sequence[str]) -> Iterator[list[Any]]:
+    """Rows as lists, the first column shared where it repeats.
+
+    Python objects of all rows at once would be the largest part of what opening a tape takes.
+    """
+    shared: dict[Any, Any] = {}
+    for batch in table.select(columns).to_batches(max_chunksize=4096):
+        for first, *rest in zip(*(c.to_pylist() for c in batch.columns), strict=True):
+            yield [shared.setdefault(first, first), *rest]
 
 
 def _there(folder: Folder, seal_index: Mapping[str, Any]) -> bool:

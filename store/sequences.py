@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from rolltape.store.columns import Masked
 from rolltape.store.distributions import Distributions, join_distributions
 from rolltape.store.errors import DamagedShardError, NotATapeError, SchemaError, UsageError
 from rolltape.store.flat import FlatTable, flat_rows, table_rows
-from rolltape.store.index import KEY_COLUMNS, Index
+from rolltape.store.index import KEY_COLUMNS, Index, rows_of
 from rolltape.store.keys import Key
 from rolltape.store.packed import PackedBlock, decode_block
 from rolltape.store.places import LocalPlace, ObjectPlace, Place, place_of
@@ -326,21 +327,21 @@ class Tape(FlatTable, Folder):
     def sequence_rows(self) -> dict[Key, tuple[int, int | None]]:
         """Per key the row of `sequences` that counts, and when the sequence was opened."""
         table = self.table("sequences")
-        columns = (table.column(c).to_pylist() for c in (*KEY_COLUMNS, "finish", "opened_ns"))
         latest: dict[Key, tuple[int, int | None]] = {}
-        is_open: dict[Key, bool] = {}
-        for row, (*parts, finish, opened) in enumerate(zip(*columns, strict=True)):
+        found = rows_of(table, (*KEY_COLUMNS, "finish", "opened_ns"))
+        for row, (*parts, finish, opened) in enumerate(found):
             key = Key(*parts)
             before = latest.get(key)
             # a closing row wins over an opening one, whatever the order of the shards
             if before is None or finish != "open":
                 was = None if before is None else before[1]
                 latest[key] = (row, was if opened is None else opened)
-                is_open[key] = finish == "open"
             elif before[1] is None:
                 latest[key] = (before[0], opened)
-        order = sorted(latest.items(), key=lambda item: item[1][1] or 0)
-        return dict(order)
+        times = [opened or 0 for _, opened in latest.values()]
+        if all(a <= b for a, b in itertools.pairwise(times)):
+            return latest
+        return dict(sorted(latest.items(), key=lambda item: item[1][1] or 0))
 
     def info(self, key: Key) -> dict[str, Any]:
         """The `sequences` row of a sequence, `sampling` as a dict."""
