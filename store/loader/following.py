@@ -120,7 +120,7 @@ class FollowRun:
 
     def _is_mine(self, group: str | None, key: Key) -> bool:
         together = group and self._what.group_size != 1
-        part = xxhash.xxh3_64_intdigest(group if group and together else key.text)
+        part = xxhash.xxh3_64_intdigest((group if group and together else key.text).encode())
         return part % self._shard[1] == self._shard[0]
 
     def _give(self, batch: list[list[Pending]]) -> list[Sample]:

@@ -170,7 +170,7 @@ def shuffled(count: int, *, fingerprint: str, seed: int, epoch: int) -> np.ndarr
     Numbers are sorted by a one-to-one mix of (key, number), so no two tie and no library's random
     generator takes part: the order outlives versions.
     """
-    key = xxhash.xxh3_64_intdigest(f"{fingerprint}/{seed}/{epoch}")
+    key = xxhash.xxh3_64_intdigest(f"{fingerprint}/{seed}/{epoch}".encode())
     x = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
@@ -355,7 +355,7 @@ def state_of(position: Position, *, identity: Mapping[str, Any]) -> dict[str, An
 
 def digest(value: object) -> str:
     """16 hex digits of anything JSON-able."""
-    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True))
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def test_the_shuffle_is_a_permutation(count: int, seed: int, epoch: int) -> None
 
 def test_the_shuffle_is_sorting_by_a_mix_of_key_and_number() -> None:
     """A state saved by an older version has to mean the same order."""
-    key = xxhash.xxh3_64_intdigest("0123456789abcdef/7/2")
+    key = xxhash.xxh3_64_intdigest(b"0123456789abcdef/7/2")
 
     def mixed(number: int) -> int:
         x = (number * 0x9E3779B97F4A7C15 + key) % 2**64
