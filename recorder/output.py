@@ -16,7 +16,7 @@ from rolltape.store.places import LocalPlace, ObjectPlace
 from rolltape.store.schema import TAPE_TABLES
 from rolltape.store.seal import DAMAGED
 from rolltape.store.shards import COMPACTING, LIVE, TEMPORARY, is_locked, list_shards
-from rolltape.store.tape import SEAL, TAPE_HEADER, Folder
+from rolltape.store.tape import SEAL, TAPE_HEADER, open_folder
 
 _TEMPLATE = re.compile(r"\{([^{}]*)\}|%q\{([^{}]*)\}|%([hp%])")
 
@@ -82,7 +82,7 @@ def prepare_output(
         raise UsageError("--append and --overwrite exclude each other")
     if append:
         # raises unless it is a tape that we can read
-        Folder(place, header=TAPE_HEADER, schemas=TAPE_TABLES)
+        open_folder(place)
         return
     if not isinstance(place, LocalPlace):
         if overwrite:

@@ -17,8 +17,7 @@ import pyarrow.compute as pc
 from rolltape.recorder.inject._rolltape_hook import HOOKS
 from rolltape.store import TapeWriter
 from rolltape.store.places import Place
-from rolltape.store.schema import TAPE_TABLES
-from rolltape.store.tape import TAPE_HEADER, Folder
+from rolltape.store.tape import open_folder
 
 _HEARTBEAT = re.compile(r"\d+-\d+")
 
@@ -134,7 +133,7 @@ def summarize(place: Place, procs: Path, *, before: Summary | None = None) -> Su
         procs: folder with the heartbeats of its processes.
         before: its summary from before this part of the recording.
     """
-    folder = Folder(place, header=TAPE_HEADER, schemas=TAPE_TABLES, skip_damaged=True)
+    folder = open_folder(place, skip_damaged=True)
     events = folder.table("events")
     kinds = Counter(events.column("kind").to_pylist())
     gaps = events.filter(pc.equal(events.column("kind"), "gap"))

@@ -41,7 +41,7 @@ def info(tape: str, as_json: bool, storage_option: tuple[tuple[str, str], ...]) 
     Exit status: 0, or 2 if something that was written can no longer be read.
     """
     place = place_of(tape, dict(storage_option))
-    if kind_of("", place) == "report":
+    if kind_of(place) == "report":
         facts = describe_report(open_report(place, skip_damaged=True))
     else:
         facts = describe_tape(open_tape(place, skip_damaged=True))
@@ -83,7 +83,7 @@ def show(
     SEQ is an id from the list, or the part of it after the engine.
     """
     place = place_of(tape, dict(storage_option))
-    if kind_of("", place) == "report":
+    if kind_of(place) == "report":
         raise UsageError(f"{tape} is a report", hint=f"`rolltape info {tape}`")
     opened = open_tape(place)
     if sequence is None:

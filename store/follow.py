@@ -19,7 +19,7 @@ from rolltape.store.places import Place, place_of
 from rolltape.store.readers import _conform, finished_name, open_shard
 from rolltape.store.schema import DERIVED_TABLES, TAPE_TABLES
 from rolltape.store.shards import CHECKSUM, LIVE, MAGIC, SEALED, UNSEALED, checksum, shard_names
-from rolltape.store.tape import SEAL, TAPE_HEADER, _read_header
+from rolltape.store.tape import SEAL, TAPE_HEADER, read_header
 
 _TABLES = tuple(name for name in TAPE_TABLES if name not in DERIVED_TABLES)
 
@@ -86,7 +86,7 @@ class Follower:
         self.place: Place = place_of(uri, storage_options)
         self.tables = tuple(tables)
         self.ended = False
-        self.uuid = str(_read_header(self.place, TAPE_HEADER)["uuid"])
+        self.uuid = str(read_header(self.place, TAPE_HEADER)["uuid"])
         self._cursors: dict[tuple[str, str], _Cursor] = {}
         if state is not None:
             if state.get("tape") != self.uuid:

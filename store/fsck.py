@@ -112,7 +112,7 @@ def fsck(
         NotATapeError: it is not a tape.
     """
     place = place_of(tape, storage_options)
-    kind = kind_of("", place)
+    kind = kind_of(place)
     if kind is None:
         Tape(place)  # says what is not there
     if kind == "report":

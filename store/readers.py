@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
@@ -452,16 +451,3 @@ class Cache(Generic[T]):
         """Forget everything."""
         self._items.clear()
         self._size = 0
-
-
-def read_sealed(path: Path) -> list[pa.RecordBatch]:
-    """All batches of a finished local shard, after checking the file against its name.
-
-    Raises:
-        DamagedShardError: the bytes are not what was written.
-    """
-    shard = SealedShard(LocalPlace(path.parent.parent), path.parent.name, path.name)
-    try:
-        return [shard.read(i, shard.schema) for i in range(shard.batches)]
-    finally:
-        shard.close()

@@ -161,7 +161,7 @@ def seal(
         readers see them, but they are not covered by this seal.
     """
     place = root if isinstance(root, LocalPlace | ObjectPlace) else place_of(root, storage_options)
-    kind = kind_of("", place)
+    kind = kind_of(place)
     if kind is None:
         raise NotATapeError(f"{place}: neither {TAPE_HEADER} nor {REPORT_HEADER} there")
     with exclusive(place):

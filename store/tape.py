@@ -66,7 +66,7 @@ class Folder:
         version: int | None = None,
     ) -> None:
         self.place = place
-        self.header = _read_header(place, header)
+        self.header = read_header(place, header)
         self.seal = read_seal(place)
         self.version = version
         self.problems: list[str] = []
@@ -131,8 +131,8 @@ class Folder:
         It changes when something is added; live shards count by their size.
         """
         digest = xxhash.xxh3_128(self.uuid.encode())
-        for table in sorted(self.schemas):
-            for file in self.files(table) if table not in DERIVED_TABLES else ():
+        for table in sorted(set(self.schemas) - set(DERIVED_TABLES)):
+            for file in self.files(table):
                 digest.update(f"{table}/{file}\0".encode())
                 if not file.endswith(".arrow"):
                     digest.update(str(self.place.files(table).get(file, 0)).encode())
@@ -308,20 +308,22 @@ def open_report(
     )
 
 
-def open_folder(path: str | os.PathLike[str], *, skip_damaged: bool = False) -> Folder:
+def open_folder(path: str | os.PathLike[str] | Place, *, skip_damaged: bool = False) -> Folder:
     """The tables of a tape without the joins; `rolltape.store.open` gives those."""
-    return Folder(
-        place_of(path), header=TAPE_HEADER, schemas=TAPE_TABLES, skip_damaged=skip_damaged
-    )
+    return Folder(_place(path), header=TAPE_HEADER, schemas=TAPE_TABLES, skip_damaged=skip_damaged)
 
 
-def kind_of(path: str | os.PathLike[str], place: Place | None = None) -> str | None:
+def kind_of(path: str | os.PathLike[str] | Place) -> str | None:
     """`"tape"`, `"report"` or None."""
-    place = place or place_of(path)
+    place = _place(path)
     for name, kind in ((TAPE_HEADER, "tape"), (REPORT_HEADER, "report")):
         if place.exists(name):
             return kind
     return None
+
+
+def _place(path: str | os.PathLike[str] | Place) -> Place:
+    return place_of(path) if isinstance(path, str | os.PathLike) else path
 
 
 def read_seal(place: Place) -> dict[str, Any] | None:
@@ -399,14 +401,21 @@ def seal_problems(place: Place, seal: Mapping[str, Any] | None) -> list[str]:
     return found
 
 
-def _read_header(place: Place, name: str) -> dict[str, Any]:
+def read_header(place: Place, name: str) -> dict[str, Any]:
+    """Content of `tape.json` or `report.json`, after checking that this version can read it.
+
+    Raises:
+        NotATapeError: there is none, or it is not one, or was altered.
+        NewerFormatError: written by a newer major version.
+        StorageError: the object store does not answer.
+    """
     what = "report" if name == REPORT_HEADER else "tape"
     try:
         data = place.read(name)
     except (FileNotFoundError, StorageError) as error:
         if isinstance(error, StorageError) and not isinstance(place, LocalPlace):
             raise
-        other = kind_of("", place)
+        other = kind_of(place)
         hint = f"it is a {other}" if other else f"a {what} has a {name}"
         if other is None and isinstance(place, LocalPlace) and not place.path.exists():
             hint = "no such file or folder"

@@ -217,7 +217,7 @@ class TapeWriter:
     ) -> None:
         given = isinstance(root, LocalPlace | ObjectPlace)
         self.place: Place = root if given else place_of(root, storage_options)  # type: ignore[assignment,arg-type]
-        kind = kind_of("", self.place)
+        kind = kind_of(self.place)
         if kind is None:
             raise NotATapeError(f"{self.place}: neither {TAPE_HEADER} nor {REPORT_HEADER} there")
         self.tables = TAPE_TABLES if kind == "tape" else REPORT_TABLES
