@@ -5,8 +5,8 @@ BIN = $(dir $(PY))
 # With another PY (a path) the caller vouches for that environment and no .venv is made.
 READY = $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
 
-# peers.py and processes.py are parts of the others
-BENCHMARKS = $(filter-out benchmarks/peers.py benchmarks/processes.py,$(wildcard benchmarks/[a-z]*.py))
+# peers.py, processes.py and vllm_*.py are parts of the others
+BENCHMARKS = $(filter-out benchmarks/peers.py benchmarks/processes.py benchmarks/vllm_%,$(wildcard benchmarks/[a-z]*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-unit test-browser lint types docs bench clean chromium

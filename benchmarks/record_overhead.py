@@ -9,6 +9,13 @@ until everything that it recorded is on disk. The last line is one JSON object:
 
     python benchmarks/record_overhead.py                                  # bundled model, CPU
     python benchmarks/record_overhead.py --random-moe 12 --device cuda    # about 7.6B parameters
+
+With `--engine vllm` the pairs are engine starts, and the JSON has a ratio of rates by workload: a
+job that asks for logprobs, and one that does not. Arguments behind `--` go to vllm_job.py.
+
+    python benchmarks/record_overhead.py --engine vllm                    # bundled model, CPU
+    python benchmarks/record_overhead.py --engine vllm --random-moe 24 -- --prompts 256 \\
+        --prompt-tokens 256 --tokens 256
 """
 
 from __future__ import annotations
@@ -90,7 +97,16 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--level", default="routing", choices=("tokens", "routing"))
     parser.add_argument("--json", action="store_true", help="only the JSON line")
+    parser.add_argument("--engine", default="transformers", choices=("transformers", "vllm"))
+    parser.add_argument("--starts", type=int, default=3, help="vllm: engine starts a side")
+    parser.add_argument("job", nargs="*", help="vllm: arguments of vllm_job.py, behind --")
     args = parser.parse_args()
+    if args.engine == "vllm":
+        from vllm_sides import compare
+
+        job = ["--random-moe", str(args.random_moe)] if args.random_moe else ["--model", args.model]
+        print(json.dumps({"engine": "vllm", **compare(args, job + args.job)}))
+        return
     model, batch = load(args)
 
     def rollout(recording: session.Session | None) -> float:

@@ -22,7 +22,8 @@ def record(path: str | os.PathLike[str], **options: object) -> Iterator[Path | O
     Args:
         path: folder of the new tape, or URL in an object store; must not exist, or be empty.
         options: fields of `rolltape.recorder.options.Options`: level, layers, on_full,
-            queue_mb, fsync, strict, top_logprobs, commit_log, max_bytes, storage_options.
+            queue_mb, fsync, strict, top_logprobs, profile_kernels, commit_log, max_bytes,
+            storage_options.
 
     Yields:
         The path of the tape, or its place in the object store; `rolltape.open` takes both.
@@ -47,10 +48,11 @@ def record(path: str | os.PathLike[str], **options: object) -> Iterator[Path | O
         provenance=provenance(sys.argv),
         storage_options=chosen.storage_options,
     )
-    from rolltape.recorder import transformers
+    from rolltape.recorder import tactics, transformers
 
     session.start(path, chosen)
     bound = transformers.bind()
+    tactics.observe_all()
     status = "error"
     try:
         yield root
@@ -59,4 +61,5 @@ def record(path: str | os.PathLike[str], **options: object) -> Iterator[Path | O
         session.stop()
         if bound:
             transformers.unbind()
+            tactics.unbind()
         seal(path, status={"api": status}, storage_options=chosen.storage_options)

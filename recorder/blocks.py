@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rolltape.recorder.sampling import Sampling
+from rolltape.store.keys import Key
 
 if TYPE_CHECKING:
     import torch
@@ -229,7 +230,7 @@ class _All:
 
 @dataclass
 class Call:
-    """One `generate()` call. The fields after `threads` are kept up by the writer thread.
+    """One `generate()` call. The fields after `wanted` are kept up by the writer thread.
 
     Args:
         prompts: token ids [rows, S], left padded.
@@ -239,6 +240,7 @@ class Call:
         kept_rows: rows whose layer outputs are kept.
         cached: columns that the KV cache held already.
         route_gap: reason given where a MoE block showed no route.
+        wanted: whether each row is recorded; by default all are.
     """
 
     engine: str
@@ -258,6 +260,7 @@ class Call:
     attention: str | None
     sdpa: str
     threads: int
+    wanted: np.ndarray | None = None
     seen_columns: int = field(init=False)
     next_step: int = 0
     generated: list[np.ndarray] = field(default_factory=list)
@@ -265,6 +268,15 @@ class Call:
 
     def __post_init__(self) -> None:
         self.seen_columns = self.cached
+        if self.wanted is not None:  # no end of theirs is written
+            self.closed.update(np.flatnonzero(~self.wanted).tolist())
+
+    @property
+    def recorded(self) -> list[int]:
+        """Rows that are recorded."""
+        if self.wanted is None:
+            return list(range(self.rows))
+        return [int(row) for row in np.flatnonzero(self.wanted)]
 
     @property
     def rows(self) -> int:
@@ -296,6 +308,10 @@ class Call:
             "sample": row % self.samples,
             "pass": 0,
         }
+
+    def all_keys(self) -> list[Key]:
+        """Keys of all rows, in batch order."""
+        return [Key(self.engine, self.request(row), row % self.samples) for row in range(self.rows)]
 
     def keys(self, rows: list[int]) -> dict[str, list[Any]]:
         """Key columns of several rows."""

@@ -67,6 +67,30 @@ from rolltape.store.writer import check_commit_log
     help="Record the K most probable tokens of every position, with the mass of all others.",
 )
 @click.option(
+    "--profile-kernels",
+    type=click.IntRange(min=0),
+    envvar="ROLLTAPE_PROFILE_KERNELS",
+    default=Options.profile_kernels,
+    metavar="N",
+    help="Profile one forward of each of the first N batch shapes, for the names of its kernels; "
+    "transformers only.",
+)
+@click.option(
+    "--sample-rate",
+    type=click.FloatRange(0, 1, min_open=True),
+    envvar="ROLLTAPE_SAMPLE_RATE",
+    default=Options.sample_rate,
+    metavar="R",
+    help="Record a share R of the prompts, each with all its samples or none.",
+)
+@click.option(
+    "--steps",
+    envvar="ROLLTAPE_STEPS",
+    default=Options.steps,
+    metavar="A:B",
+    help="Record what the engine steps A to B - 1 do; either may be left out.",
+)
+@click.option(
     "--on-full",
     type=click.Choice(ON_FULL),
     envvar="ROLLTAPE_ON_FULL",
@@ -141,6 +165,9 @@ def record(
     level: str | None,
     layers: int | None,
     top_logprobs: int,
+    profile_kernels: int,
+    sample_rate: float,
+    steps: str,
     on_full: str,
     queue_mb: int,
     max_bytes: int,
@@ -179,6 +206,9 @@ def record(
             level=level,
             layers=layers,
             top_logprobs=top_logprobs,
+            profile_kernels=profile_kernels,
+            sample_rate=sample_rate,
+            steps=steps,
             on_full=on_full,
             queue_mb=queue_mb,
             fsync=fsync,

@@ -34,7 +34,7 @@ def opening_job(call: Call) -> Job:
     opened = time.time_ns()
 
     def job(writer: TapeWriter) -> None:
-        rows = list(range(call.rows))
+        rows = call.recorded
         prompts = [call.prompts[row, call.pad_left[row] :] for row in rows]
         writer.append(
             "sequences", {**_sequence(call, rows, prompts), "finish": "open", "opened_ns": opened}
@@ -74,13 +74,14 @@ def block_job(call: Call, block: Block) -> Job:
     def job(writer: TapeWriter) -> None:
         if block.ready is not None:
             block.ready.synchronize()
-        arrays = _Arrays.of(block, call.rows)
+        arrays = _Arrays.of(block, call.rows, call.wanted)
         if block.first == call.next_step:  # no block was dropped before
             call.generated.append(arrays.token)
         call.next_step = block.first + block.steps
         end = call.width + block.first + block.steps - 1
         if block.steps:
             _write_steps(writer, call, block, arrays)
+        if arrays.rows:
             _write_tokens(writer, call, block, arrays)
             _write_supports(writer, call, block, arrays)
             _write_distributions(writer, call, block, arrays)
@@ -98,8 +99,8 @@ def block_job(call: Call, block: Block) -> Job:
 class _Arrays:
     """The small tensors of a block as numpy: [steps, rows]; `counts[b]` steps are row b's own.
 
-    `own` is [rows, steps]; `rows` are those with any. `top` is ids and logprobs [steps, rows, k]
-    and tail [steps, rows].
+    `own` is [rows, steps]; `rows` are those with any. A row that is not recorded has none;
+    `ran` has the counts of all. `top` is ids and logprobs [steps, rows, k] and tail [steps, rows].
     """
 
     token: np.ndarray
@@ -107,23 +108,26 @@ class _Arrays:
     support: np.ndarray | None
     done: np.ndarray
     counts: np.ndarray
+    ran: np.ndarray
     own: np.ndarray
     rows: list[int]
     top: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     @classmethod
-    def of(cls, block: Block, rows: int) -> _Arrays:
+    def of(cls, block: Block, rows: int, wanted: np.ndarray | None) -> _Arrays:
         if not block.steps:  # the call ended between two blocks, or before its first token
             none = np.zeros((0, rows), np.int64)
-            return cls(none, {}, None, none, none.sum(0), none.T.astype(bool), [])
+            return cls(none, {}, None, none, none.sum(0), none.sum(0), none.T.astype(bool), [])
         small = {name: host_array(tensor) for name, tensor in block.small.items()}
-        counts = small["alive"].sum(0)
+        ran = small["alive"].sum(0)
+        counts = ran if wanted is None else np.where(wanted, ran, 0)
         return cls(
             token=small["token"],
             logprobs={n: small[n] for n in ("raw", "scaled", "processed") if n in small},
             support=small.get("support"),
             done=small["done"],
             counts=counts,
+            ran=ran,
             own=np.arange(block.steps) < counts[:, None],
             rows=np.flatnonzero(counts).tolist(),
             top=(small["top_ids"], small["top_logprobs"], small["tail"])
@@ -280,7 +284,7 @@ def _write_steps(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays) 
     seen = call.seen_columns
     for i, forwards in enumerate(block.forwards):
         begin = call.begin(block.first + i, [columns for _, _, columns, _ in forwards])
-        own = arrays.counts > i
+        own = arrays.ran > i
         for step, t_ns, columns, experts in forwards:
             stop = begin + columns
             start = np.maximum(begin - call.pad_left, 0)
@@ -315,22 +319,22 @@ def _write_steps(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays) 
             "threads": call.threads,
         },
     )
-    times = len(spans)
-    rows = np.tile(np.arange(call.rows), times)
-    keys = call.keys(list(range(call.rows)))
+    times, mine = len(spans), call.recorded
+    rows = np.tile(np.arange(len(mine)), times)
+    keys = call.keys(mine)
     writer.append(
         "forwards",
         {
             "engine": call.engine,
-            "step": np.repeat([step for step, _, _, _ in spans], call.rows),
-            "row": rows,
+            "step": np.repeat([step for step, _, _, _ in spans], len(mine)),
+            "row": np.tile(mine, times),
             "request": pa.array(keys["request"]).take(pa.array(rows)),
             "sample": np.array(keys["sample"])[rows],
             "pass": 0,
-            "start": np.concatenate([start for _, start, _, _ in spans]),
-            "n": np.concatenate([n for _, _, n, _ in spans]),
-            "kind": pa.array(_KINDS).take(pa.array(np.concatenate([k for *_, k in spans]))),
-            "pad_left": np.tile(call.pad_left, times),
+            "start": np.concatenate([start[mine] for _, start, _, _ in spans]),
+            "n": np.concatenate([n[mine] for _, _, n, _ in spans]),
+            "kind": pa.array(_KINDS).take(pa.array(np.concatenate([k[mine] for *_, k in spans]))),
+            "pad_left": np.tile(call.pad_left[mine], times),
             "weight_version": call.weight_version,
             # a cache that was passed in was filled by an earlier call
             "kv_source": "shared" if call.cached else "own",

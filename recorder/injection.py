@@ -81,7 +81,7 @@ def pth_file(interpreter: str) -> Iterator[Path]:
     Raises:
         InjectionError: the interpreter does not run, or has no site-packages we may write to.
     """
-    file = _site_packages(interpreter) / f"rolltape-{os.getpid()}-{secrets.token_hex(3)}.pth"
+    file = site_packages(interpreter) / f"rolltape-{os.getpid()}-{secrets.token_hex(3)}.pth"
     # One line, executed by site.py inside one of its functions: it binds no name but `os`, `sys`.
     folder = ascii(str(INJECT))
     line = (
@@ -102,7 +102,12 @@ def pth_file(interpreter: str) -> Iterator[Path]:
             left.unlink(missing_ok=True)
 
 
-def _site_packages(interpreter: str) -> Path:
+def site_packages(interpreter: str) -> Path:
+    """A folder of an interpreter whose `.pth` files it reads, and that we may write to.
+
+    Raises:
+        InjectionError: the interpreter does not run, or has none.
+    """
     # -I, because the folder must be one that a process started with -I reads as well
     try:
         done = subprocess.run(

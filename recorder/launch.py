@@ -24,6 +24,7 @@ import rolltape
 from rolltape.recorder.injection import interpreter_of, prepended, pth_file
 from rolltape.recorder.options import Options
 from rolltape.recorder.provenance import mask_argv, provenance
+from rolltape.recorder.settings import launch_variables
 from rolltape.recorder.summary import Summary, notes_to_events, summarize
 from rolltape.store import create_tape, seal
 from rolltape.store.places import LocalPlace, ObjectPlace, place_of
@@ -79,7 +80,7 @@ class Job:
     @property
     def variables(self) -> dict[str, str]:
         """The variables that are set for the command, on top of `env`."""
-        variables = self.options.environment(self.tape)
+        variables = self.options.environment(self.tape) | launch_variables(self.env)
         if not isinstance(self.place, LocalPlace):
             variables["ROLLTAPE_PROCS"] = str(self.procs)
         # where a job finds us in spite of a folder of our name beside its script

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ TAPE_VARIABLE = "ROLLTAPE_TAPE"
 STORAGE_VARIABLE = "ROLLTAPE_STORAGE_OPTIONS"
 LEVELS = ("tokens", "routing", "layers")
 ON_FULL = ("drop", "block")
+_STEPS = re.compile(r"(\d*):(\d*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,10 @@ class Options:
         strict: let faults of the recorder reach the job.
         top_logprobs: keep the so many most probable tokens of every position, with the mass of
             all others; 0 for none.
+        profile_kernels: profile the first forwards of the so many first batch shapes, for the names
+            of their kernels; 0 for none. Slows these forwards down.
+        sample_rate: share of the groups (all samples of a prompt) that is recorded, in (0, 1].
+        steps: "A:B": record what engine steps A to B - 1 do; either may be left out, "" is all.
         commit_log: file that gets a line for each committed row with positions; "" for none.
         max_bytes: stop recording when the tape has this size; 0 for no limit.
         storage_options: of the object store, see `rolltape.store.places.place_of`.
@@ -44,6 +50,9 @@ class Options:
     fsync: bool = False
     strict: bool = False
     top_logprobs: int = 0
+    profile_kernels: int = 0
+    sample_rate: float = 1.0
+    steps: str = ""
     commit_log: str = ""
     max_bytes: int = 0
     storage_options: Mapping[str, Any] = field(default_factory=dict)
@@ -59,11 +68,30 @@ class Options:
             raise UsageError("max_bytes must be >= 0")
         if self.top_logprobs < 0:
             raise UsageError(f"top_logprobs is {self.top_logprobs}", hint="0 for none")
+        if self.profile_kernels < 0:
+            raise UsageError(f"profile_kernels is {self.profile_kernels}", hint="0 for none")
+        if not 0 < self.sample_rate <= 1:
+            raise UsageError(f"sample_rate is {self.sample_rate}", hint="above 0, at most 1")
+        first, end = self.step_range
+        if end is not None and end <= first:
+            raise UsageError(f"steps {self.steps!r} is empty", hint="A:B with A below B")
 
     @property
     def routes(self) -> bool:
         """Whether routes are wanted."""
         return self.level != "tokens"
+
+    @property
+    def step_range(self) -> tuple[int, int | None]:
+        """First step that is recorded, and the one behind the last; None for no end.
+
+        Raises:
+            UsageError: `steps` is not of the form A:B.
+        """
+        match = _STEPS.fullmatch(self.steps or ":")
+        if match is None:
+            raise UsageError(f"steps {self.steps!r}: not A:B", hint="for example 10:20, 10: or :20")
+        return int(match[1] or 0), int(match[2]) if match[2] else None
 
     def environment(self, tape: str) -> dict[str, str]:
         """The variables that carry these options to the processes of a job.
@@ -80,8 +108,13 @@ class Options:
             "ROLLTAPE_FSYNC": str(int(self.fsync)),
             "ROLLTAPE_STRICT": str(int(self.strict)),
             "ROLLTAPE_TOP_LOGPROBS": str(self.top_logprobs),
+            "ROLLTAPE_PROFILE_KERNELS": str(self.profile_kernels),
             "ROLLTAPE_MAX_BYTES": str(self.max_bytes),
         }
+        if self.sample_rate < 1:
+            variables["ROLLTAPE_SAMPLE_RATE"] = repr(self.sample_rate)
+        if self.steps:
+            variables["ROLLTAPE_STEPS"] = self.steps
         if self.commit_log:
             variables["ROLLTAPE_COMMIT_LOG"] = self.commit_log
         if self.storage_options:
@@ -104,6 +137,9 @@ class Options:
                 fsync=env.get("ROLLTAPE_FSYNC", "0") == "1",
                 strict=env.get("ROLLTAPE_STRICT", "0") == "1",
                 top_logprobs=int(env.get("ROLLTAPE_TOP_LOGPROBS", cls.top_logprobs)),
+                profile_kernels=int(env.get("ROLLTAPE_PROFILE_KERNELS", cls.profile_kernels)),
+                sample_rate=float(env.get("ROLLTAPE_SAMPLE_RATE", cls.sample_rate)),
+                steps=env.get("ROLLTAPE_STEPS", cls.steps),
                 commit_log=env.get("ROLLTAPE_COMMIT_LOG", cls.commit_log),
                 max_bytes=int(env.get("ROLLTAPE_MAX_BYTES", cls.max_bytes)),
                 storage_options=json.loads(env.get(STORAGE_VARIABLE, "{}")),

@@ -6,9 +6,10 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from rolltape.recorder.digest import Digest
+from rolltape.recorder.digest import Digest, GroupDigest
 from rolltape.recorder.provenance import library_versions
 from rolltape.recorder.session import Job
 from rolltape.store import TapeWriter
@@ -52,22 +53,42 @@ def engine_job(
     return job
 
 
-def weights_job(engine: str, version: int, digest: Digest) -> Job:
-    """The `weights` row of a version that is completely in place."""
-    t_ns = time.time_ns()
+def weights_job(
+    engine: str,
+    version: int,
+    digest: Digest | Sequence[GroupDigest],
+    *,
+    state: str = "complete",
+    label: str | None = None,
+    t_ns: int | None = None,
+) -> Job:
+    """The `weights` rows of a version, one a tensor group.
+
+    Args:
+        engine: its uuid.
+        version: number of the version.
+        digest: of every group, or of the whole model under the names that its modules have.
+        state: `complete`, or `dirty` while it is being written.
+        label: the job's name of the version.
+        t_ns: when that was so; by default now.
+    """
+    t_ns = time.time_ns() if t_ns is None else t_ns
+    rows: Sequence[Digest | GroupDigest] = [digest] if isinstance(digest, Digest) else digest
 
     def job(writer: TapeWriter) -> None:
         writer.append(
             "weights",
             {
                 "engine": engine,
-                "version": version,
-                "state": "complete",
+                "version": [version] * len(rows),
+                "state": state,
                 "t_ns": t_ns,
-                "group": "",
-                "digest": digest.value,
-                "tensors": digest.tensors,
-                "elements": digest.elements,
+                "group": [getattr(row, "group", "") for row in rows],
+                "digest": [row.value for row in rows],
+                "tensors": [row.tensors for row in rows],
+                "elements": [row.elements for row in rows],
+                "label": label,
+                "reason": [getattr(row, "reason", None) for row in rows],
             },
         )
 

@@ -63,6 +63,8 @@ class Session:
         self.options = options
         self.faults: dict[str, int] = {}
         self.dropped = 0
+        #: Called by `stop` while rows can still be put.
+        self.before_close: list[Callable[[], None]] = []
         self._lock = threading.Condition()
         self._items: deque[_Item] = deque()
         self._bytes = 0
@@ -304,8 +306,10 @@ def start(tape: str | os.PathLike[str], options: Options) -> Session:
 def stop() -> None:
     """Close the active session; hooks are inert afterwards."""
     global _active
-    session, _active = _active, None
-    if session is not None:
+    if (session := _active) is not None:
+        for call in session.before_close:
+            session.safely("close", call)
+        _active = None
         session.close()
 
 
@@ -317,6 +321,24 @@ def start_from_env() -> Session | None:
             start(tape, Options.from_environment())
             atexit.register(stop)
     return _active
+
+
+_refused = False
+
+
+def recording() -> Session | None:
+    """The session that a hook records into, started if the environment asks for one.
+
+    If it cannot be started that is said once, and the job goes on without.
+    """
+    global _refused
+    try:
+        return _active or start_from_env()
+    except Exception as error:
+        if not _refused:
+            warn(f"not recording: {error}")
+        _refused = True
+        return None
 
 
 class _Mark:

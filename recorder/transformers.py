@@ -25,15 +25,24 @@ import numpy as np
 import torch
 import wrapt
 
+from rolltape.recorder.annotate import remember
 from rolltape.recorder.blocks import Call, Forward, StepData, stack_block, to_host
-from rolltape.recorder.digest import Digest, weights_digest, weights_stamp
+from rolltape.recorder.digest import GroupDigest, group_digests, weights_stamp
 from rolltape.recorder.facts import experts_implementation, model_facts, sdpa_backends
+from rolltape.recorder.gating import LeftOut, in_steps, prompt_key, wants
 from rolltape.recorder.generation import block_job, opening_job
 from rolltape.recorder.moe import MoeBlock, decoder_layers, find_moe_blocks
-from rolltape.recorder.rows import engine_job, weights_job
+from rolltape.recorder.options import Options
+from rolltape.recorder.parts import parts_of_transformers
+from rolltape.recorder.ray import in_worker
+from rolltape.recorder.rows import engine_job
 from rolltape.recorder.sampling import Sampling, read_sampling
-from rolltape.recorder.session import Session, active, start_from_env, warn
+from rolltape.recorder.session import Session, recording
+from rolltape.recorder.settings import record_settings
+from rolltape.recorder.tactics.bind import observe_all
+from rolltape.recorder.tactics.kernels import KernelProfiler
 from rolltape.recorder.top import check_top, top_logprobs
+from rolltape.recorder.weights import Versions
 from rolltape.store import new_uuid
 
 if TYPE_CHECKING:
@@ -62,7 +71,6 @@ _running = _Running()
 #: A worker that may be killed after a call waits so long for what it recorded to be written.
 _DRAIN_SECONDS = 5.0
 
-_refused = False  # said once that there is no recording
 _lock = threading.Lock()
 _gated = False  # whether this version has what `_BEFORE_FORWARDS` names
 
@@ -112,19 +120,8 @@ def _patch(mixin: Any, name: str, around: Any) -> None:
     setattr(owner, name, wrapt.FunctionWrapper(original, around))
 
 
-def _session() -> Session | None:
-    try:
-        return active() or start_from_env()
-    except Exception as error:
-        global _refused
-        if not _refused:
-            warn(f"not recording: {error}")
-        _refused = True
-        return None
-
-
 def _around_unrecorded(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
-    session = _session()
+    session = recording()
     if session is not None:
         detail = {"reason": f"decoding mode {wrapped.__name__} is not recorded"}
         session.event("gap", detail=detail)
@@ -143,35 +140,42 @@ def _before_forwards(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _around_sample(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
-    session = _session()
+    session = recording()
     if session is None or _running.drafting:
         return wrapped(*args, **kwargs)
-    recording = session.safely("generate.begin", _begin, session, model, args, kwargs)
-    if recording is None:
+    call = session.safely("generate.begin", _begin, session, model, args, kwargs)
+    if call is None:
         reason = "generate.begin failed or is disabled: a call is not recorded"
         session.event("gap", detail={"reason": reason})
-    if not isinstance(recording, _Recording):
+    if isinstance(call, _Engine):  # nothing of it is wanted: only its steps are counted
+        count = model.register_forward_pre_hook(call.count_step)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            count.remove()
+    if not isinstance(call, _Recording):
         return wrapped(*args, **kwargs)
-    outer, _running.recording = _running.recording, recording
+    outer, _running.recording = _running.recording, call
     try:
-        result = wrapped(*args, **recording.kwargs)
+        result = wrapped(*args, **call.kwargs)
     except BaseException as error:
-        recording.finish("error" if isinstance(error, Exception) else "abort")
+        call.finish("error" if isinstance(error, Exception) else "abort")
         raise
     else:
-        recording.finish(None)
+        call.finish(None)
+        session.safely("generate.requests", remember, call.call.all_keys())
         return result
     finally:
         _running.recording = outer
-        recording.detach()
+        call.detach()
         if _may_be_killed():
             session.drain(_DRAIN_SECONDS)
 
 
 def _may_be_killed() -> bool:
-    """Whether this is a worker of a `multiprocessing.Pool`, which `Pool.__exit__` terminates."""
+    """Whether this is a worker of a `multiprocessing.Pool`, which is terminated, or of Ray."""
     module = sys.modules.get("multiprocessing.process")
-    return bool(module is not None and module.current_process().daemon)
+    return bool(module is not None and module.current_process().daemon) or in_worker()
 
 
 class _Engine:
@@ -183,43 +187,54 @@ class _Engine:
         self.blocks: list[MoeBlock] = find_moe_blocks(model)
         self.layers = decoder_layers(model) if session.options.layers else {}
         self.layers_left = session.options.layers
+        self.kernels = KernelProfiler(session.options.profile_kernels)
+        session.safely("tactics.bind", observe_all, self.id)
         self.calls = itertools.count()
-        self.steps = itertools.count()
-        self.version = -1
+        self._steps = itertools.count()
+        self.ran = 0  # steps so far
+        self.versions = Versions(session, self.id)
+        self.left_out = LeftOut(session, self.id)
         self.stamp: int | None = None
-        self.digest: Digest | None = None
+        self.digests: list[GroupDigest] | None = None
         facts, wanted = model_facts(model), session.options.top_logprobs
         # too many: said and recorded at once, and the rest of the recording goes on without
         self.top = wanted and session.safely(
             "generate.top_logprobs", check_top, wanted, facts["vocab_size"]
         )
+        requested, facts["effective"] = record_settings(session, self.id, {}, facts["effective"])
         session.put(
-            engine_job(self.id, "rollout", "transformers", facts),
+            engine_job(self.id, "rollout", "transformers", facts, requested),
             nbytes=4096,
             gap={"engine": self.id, "detail": {"table": "engines"}},
         )
 
-    def check_weights(self, session: Session, model: nn.Module) -> None:
+    def next_step(self) -> int:
+        """Number of the step that begins."""
+        step = next(self._steps)
+        self.ran = step + 1
+        return step
+
+    def count_step(self, *_: Any) -> None:
+        """A forward runs that is not recorded."""
+        self.next_step()
+
+    def check_weights(self, model: nn.Module) -> None:
         """New version if the weights are not what they were at the last call."""
         stamp = weights_stamp(model)
         if stamp == self.stamp:
             return
         try:
-            digest = weights_digest(model)
+            digests = group_digests(parts_of_transformers(model))
         except Exception as error:  # out of memory, say: the version is new, what it is unknown
-            session.fault("generate.digest", error)
-            digest = Digest(None, 0, 0)
+            self.stamp, self.digests = stamp, None
+            self.versions.complete(reason=f"{type(error).__name__}: {error}")
+            self.versions.session.fault("generate.digest", error)
+            return
         self.stamp = stamp
-        if digest == self.digest and digest.value is not None:
+        if digests == self.digests and all(row.value is not None for row in digests):
             return  # moved, or written with what was there
-        self.digest = digest
-        self.version += 1
-        job = weights_job(self.id, self.version, digest)
-        session.put(job, nbytes=1024, gap={"engine": self.id, "detail": {"table": "weights"}})
-        if self.version:
-            value = None if digest.value is None else f"{digest.value:016x}"
-            detail = {"version": self.version, "digest": value}
-            session.event("update", engine=self.id, detail=detail)
+        self.digests = digests
+        self.versions.complete(digests=digests)
 
 
 _engines: weakref.WeakKeyDictionary[Any, _Engine] = weakref.WeakKeyDictionary()
@@ -233,15 +248,37 @@ def _engine_of(session: Session, model: Any) -> _Engine:
         return engine
 
 
-def _begin(session: Session, model: Any, args: Any, kwargs: Any) -> _Recording | str:
-    """The recording of a call, or why there is none, which stands in a gap then."""
+def _begin(session: Session, model: Any, args: Any, kwargs: Any) -> _Recording | _Engine | str:
+    """The recording of a call; its engine if nothing of it is wanted; why there can be none."""
     problem = _unsupported(model, args, kwargs)
     if problem:
         session.event("gap", detail={"reason": problem})
         return problem
     engine = _engine_of(session, model)
-    engine.check_weights(session, model)
-    return _Recording(session, engine, model, args[0], kwargs.get("attention_mask"), kwargs)
+    ids, mask = args[0], kwargs.get("attention_mask")
+    prompts = ids.detach().to("cpu", copy=True).numpy()
+    pad_left = _pad_left(ids, mask)
+    wanted = _wanted(engine, session.options, prompts, pad_left)
+    if wanted is not None and not wanted.any():
+        engine.left_out.add("calls")
+        return engine
+    engine.check_weights(model)
+    return _Recording(session, engine, model, (prompts, pad_left, wanted), kwargs)
+
+
+def _wanted(
+    engine: _Engine, options: Options, prompts: np.ndarray, pad_left: np.ndarray
+) -> np.ndarray | None:
+    """Whether each row of a call is recorded; None: all are. Steps are taken by whole calls."""
+    if options.sample_rate >= 1 and not options.steps:
+        return None
+    wanted = np.zeros(len(prompts), bool)
+    if in_steps(engine.ran, options):
+        keys = [prompt_key(row[pad:]) for row, pad in zip(prompts, pad_left, strict=True)]
+        wanted[:] = [wants(key, options) for key in keys]
+    if not wanted.all():
+        engine.left_out.add("sequences", int((~wanted).sum()))
+    return wanted
 
 
 def _unsupported(model: Any, args: Any, kwargs: Any) -> str | None:
@@ -286,26 +323,33 @@ class _Recording:
     """One `generate()` call being recorded."""
 
     def __init__(
-        self, session: Session, engine: _Engine, model: Any, ids: Any, mask: Any, kwargs: Any
+        self,
+        session: Session,
+        engine: _Engine,
+        model: Any,
+        rows: tuple[np.ndarray, np.ndarray, np.ndarray | None],
+        kwargs: Any,
     ) -> None:
+        prompts, pad_left, wanted = rows
         config = kwargs["generation_config"]
         self.session, self.engine, self.model = session, engine, model
         self.sampling: Sampling = read_sampling(config, kwargs.get("logits_processor"))
-        keep = min(engine.layers_left, ids.shape[0])
+        keep = min(engine.layers_left, len(prompts))
         engine.layers_left -= keep
         compiled = _compiled(model, kwargs, config)
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         self.call = Call(
             engine=engine.id,
             number=next(engine.calls),
-            prompts=ids.detach().to("cpu", copy=True).numpy(),
-            pad_left=_pad_left(ids, mask),
+            prompts=prompts,
+            pad_left=pad_left,
+            wanted=wanted,
             samples=max(1, config.num_return_sequences or 1),
             sampling=self.sampling,
             layers=tuple(b.layer for b in engine.blocks) if session.options.routes else (),
             k=engine.blocks[0].k if engine.blocks else 0,
             num_experts=engine.blocks[0].num_experts if engine.blocks else 0,
-            weight_version=engine.version,
+            weight_version=engine.versions.current,
             kept_rows=keep,
             cached=int(getattr(cache, "get_seq_length", lambda: 0)()),
             route_gap="compiled" if compiled else "not-captured",
@@ -353,6 +397,9 @@ class _Recording:
         for index, block in enumerate(self.engine.blocks if session.options.routes else ()):
             look = self._guarded("generate.routes", self._on_experts, index)
             add(block.experts.register_forward_pre_hook(look, with_kwargs=True))
+        if self.engine.kernels.left:
+            wanted = lambda: self.expecting and _running.recording is self  # noqa: E731
+            self._handles += self.engine.kernels.attach(self.model, session, wanted)
         if self.call.kept_rows:
             for number, layer in self.engine.layers.items():
                 look = self._guarded("generate.layers", self._on_layer, f"layers.{number}.out")
@@ -418,7 +465,7 @@ class _Recording:
         experts = experts_implementation(self.model) if self.engine.blocks else None
         self._forwards.append(
             Forward(
-                step=next(self.engine.steps),
+                step=self.engine.next_step(),
                 t_ns=time.time_ns(),
                 columns=int(ids.shape[1]),
                 experts=experts,
@@ -549,7 +596,7 @@ class _Recording:
                 "n": steps,
                 "detail": detail,
             }
-            for row in range(call.rows)
+            for row in call.recorded
         ]
 
 

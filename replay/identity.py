@@ -167,21 +167,28 @@ def _version(value: Any) -> int | None:
 
 
 def _digests(tape: Tape) -> dict[tuple[str, int | None], dict[str, Any]]:
+    rows = [row for row in tape.rows("weights") if row["state"] == "complete"]
+    grouped = {(row["engine"], row["version"]) for row in rows if row["group"]}
     return {
-        (row["engine"], row["version"]): row
-        for row in tape.rows("weights")
-        if row["group"] in ("", None) and row["state"] == "complete" and row["digest"] is not None
+        (row["engine"], row["version"]): {
+            **row,
+            "grouped": (row["engine"], row["version"]) in grouped,
+        }
+        for row in rows
+        if row["group"] in ("", None) and row["digest"] is not None
     }
 
 
 def _same_kind(
     a: Tape, engine_a: str, da: dict[str, Any], b: Tape, engine_b: str, db: dict[str, Any]
 ) -> bool:
-    """Whether equal weights had equal digests: same tensors, same elements, same dtype."""
+    """Whether equal weights had equal digests: same tensors, elements, dtype, names."""
     dtypes = a.engine(engine_a).get("dtype"), b.engine(engine_b).get("dtype")
     return (
         da["tensors"] == db["tensors"]
         and da["elements"] == db["elements"]
+        and da["grouped"] == db["grouped"]  # tapes before 1.2 name the tensors in another way
+        and not (da["reason"] or db["reason"])  # repacked: nobody else has this digest
         and dtypes[0] == dtypes[1]
     )
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rolltape.recorder.digest import Digest, weights_digest
+from rolltape.recorder.digest import GroupDigest, group_digests, weights_digest
 from rolltape.recorder.facts import architecture, model_facts
+from rolltape.recorder.parts import parts_of_transformers
 from rolltape.store import ModelMismatchError, Tape, UsageError
 
 #: What has to agree before any weight is looked at.
@@ -23,13 +24,13 @@ class Match:
     """How a model belongs to one engine of a tape.
 
     Args:
-        digest: of the model's weights, before any switch.
+        digests: of the model's weights, before any switch; by group if the tape has groups.
         version: weight version of the tape with that digest; None if the tape has no digests.
         versions: every weight version of that engine.
         warnings: what could not be verified.
     """
 
-    digest: Digest
+    digests: tuple[GroupDigest, ...]
     version: int | None
     versions: tuple[int, ...]
     warnings: list[str] = field(default_factory=list)
@@ -108,7 +109,7 @@ def check_model(tape: Tape, model: nn.Module, engines: list[str], name: str) -> 
         ModelMismatchError: naming the field and both values.
     """
     facts = model_facts(model, name)
-    digest = weights_digest(model)
+    known: dict[bool, tuple[GroupDigest, ...]] = {}
     out = {}
     for engine in engines:
         row = tape.engine(engine)
@@ -116,9 +117,28 @@ def check_model(tape: Tape, model: nn.Module, engines: list[str], name: str) -> 
         if not row:
             warnings.append(f"engine {engine[:8]} left no description: the model is not verified")
         _compare(row, facts, (*_ARCHITECTURE, "dtype"), tape=tape, name=name)
-        version, versions = _version(tape, engine, digest, name, warnings)
-        out[engine] = Match(digest, version, versions, warnings)
+        grouped = _grouped(tape, engine)
+        if grouped not in known:
+            known[grouped] = _digests(model, grouped)
+        digests = known[grouped]
+        version, versions = _version(tape, engine, digests[-1], name, warnings)
+        out[engine] = Match(digests, version, versions, warnings)
     return out
+
+
+def _grouped(tape: Tape, engine: str) -> bool:
+    """Whether the tape has digests by the checkpoint's names; tapes before 1.2 have not."""
+    rows = [r for r in tape.rows("weights") if r["engine"] == engine]
+    return not rows or any(r["group"] for r in rows)
+
+
+def _digests(model: nn.Module, grouped: bool) -> tuple[GroupDigest, ...]:
+    if grouped:
+        return tuple(group_digests(parts_of_transformers(model)))
+    whole = weights_digest(model)
+    return (
+        GroupDigest(group="", value=whole.value, tensors=whole.tensors, elements=whole.elements),
+    )
 
 
 def _compare(
@@ -141,7 +161,7 @@ def _compare(
 
 
 def _version(
-    tape: Tape, engine: str, digest: Digest, name: str, warnings: list[str]
+    tape: Tape, engine: str, digest: GroupDigest, name: str, warnings: list[str]
 ) -> tuple[int | None, tuple[int, ...]]:
     rows = [r for r in tape.rows("weights") if r["engine"] == engine]
     versions = tuple(sorted({r["version"] for r in rows}))

@@ -184,7 +184,7 @@ def _score_all(run: Run, batches: list[Batch], writer: TapeWriter, top: int) -> 
     settings = {f"switch.{key}": value for key, value in run.options.switches.as_dict().items()}
     facts["effective"] = {**facts["effective"], **settings, "layout": run.options.layout}
     output = ScoreWriter(writer, run.engines, facts)
-    weights = {engine: (m.digest, m.version) for engine, m in run.matches.items()}
+    weights = {engine: (m.digests, m.version) for engine, m in run.matches.items()}
     output.engines(run.options.as_dict(), weights)
     output.opened(run.sequences)
     best = _TopWriter(writer, run.engines, top)

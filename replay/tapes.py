@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rolltape.recorder.digest import Digest
+from rolltape.recorder.digest import GroupDigest
 from rolltape.recorder.facts import dtype_name, experts_implementation, sdpa_backends
 from rolltape.recorder.moe import decoder_layers
 from rolltape.recorder.rows import engine_job, weights_job
@@ -47,14 +47,16 @@ class ScoreWriter:
         self._versions: dict[str, int] = {}
 
     def engines(
-        self, requested: dict[str, Any], weights: Mapping[str, tuple[Digest, int | None]]
+        self,
+        requested: dict[str, Any],
+        weights: Mapping[str, tuple[Sequence[GroupDigest], int | None]],
     ) -> None:
         """The `engines` and `weights` rows. Without a version of the tape it is version 0."""
         for engine, new in self._engines.items():
-            digest, version = weights[engine]
+            digests, version = weights[engine]
             self._versions[engine] = 0 if version is None else version
             engine_job(new, "trainer", "transformers", self._facts, requested)(self._writer)
-            weights_job(new, self._versions[engine], digest)(self._writer)
+            weights_job(new, self._versions[engine], digests)(self._writer)
 
     def opened(self, sequences: Sequence[TapeSequence]) -> None:
         """Rows of all sequences in the order of the tape, still open."""

@@ -22,6 +22,7 @@ COMMANDS = {
     "export": "rolltape.store.exchange.cli:export",
     "import": "rolltape.store.exchange.cli:import_",
     "view": "rolltape.viewer.cli:view",
+    "doctor": "rolltape.recorder.doctor_cli:doctor",
 }
 
 #: Exit statuses are 0, 1 and 3 by the verdict (`rolltape.replay.diff.EXIT_STATUS`), and:

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from rolltape.store.columns import Masked
+from rolltape.store.errors import SchemaError
 from rolltape.store.index import grouped
 from rolltape.store.keys import Key
 
@@ -75,6 +76,37 @@ class Fragment(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._cells.batch.schema)
+
+
+def place(
+    out: Masked, begin: int, fragment: Fragment, cell: np.ndarray | Masked, *, where: str
+) -> None:
+    """Put a column of a fragment into what covers the positions from `begin`.
+
+    Positions that have a value keep it; what reaches outside is left out.
+
+    Raises:
+        SchemaError: the fragment does not fit itself.
+    """
+    values, valid = (
+        (cell.values, cell.valid) if isinstance(cell, Masked) else (cell, np.ones(len(cell), bool))
+    )
+    start, end = fragment["start"], fragment["start"] + len(values)
+    if len(values) != fragment["n"]:
+        raise SchemaError(f"{where} has {len(values)} values at {start}, n is {fragment['n']}")
+    if start < 0:
+        raise SchemaError(f"{where} covers [{start}, {end}): no such positions")
+    low, high = max(start, begin), min(end, begin + len(out))
+    if low >= high:
+        return
+    inner, outer = slice(low - start, high - start), slice(low - begin, high - begin)
+    fresh = valid[inner] & ~out.valid[outer]
+    if fresh.all():
+        out.values[outer] = values[inner]
+        out.valid[outer] = True
+    else:
+        out.values[outer][fresh] = values[inner][fresh]
+        out.valid[outer] |= fresh
 
 
 def _cells(column: pa.Array) -> Cell:

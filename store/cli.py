@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,6 +106,7 @@ def show(
             **_sequence_row(found),
             "sampling": found.info["sampling"],
             "semantics": found.semantics,
+            "annotations": found.annotations,
             "positions": columns,
         }
         _print_json(whole, indent=None)  # one number a line would be no help
@@ -144,25 +146,43 @@ def _tape_lines(facts: dict[str, Any]) -> Iterator[str]:
         yield f"command     {_cut(' '.join(map(str, argv)), _WIDTH - 12)}"
     for engine in facts["engines"]:
         yield from _engine_lines(engine)
+        yield from _process_lines(engine, facts["processes"])
     counts = facts["sequences"]
     finish = ", ".join(f"{n:,} {name}" for name, n in counts["by_finish"].items())
-    groups = f" in {counts['groups']:,} groups" if counts["groups"] else ""
-    yield f"sequences   {counts['total']:,}{groups}{f': {finish}' if finish else ''}"
+    grouped = f" in {counts['groups']:,} groups" if counts["groups"] else ""
+    yield f"sequences   {counts['total']:,}{grouped}{f': {finish}' if finish else ''}"
     tokens = facts["tokens"]
     yield (
         f"tokens      {tokens['prompt']:,} prompt, {tokens['response']:,} response, "
         f"{tokens['loss']:,} in the loss; longest sequence {counts['longest']:,}"
     )
     yield from _coverage_lines(facts["coverage"])
+    before: dict[tuple[str, str], str | None] = {}
+    groups: dict[tuple[str, int], list[bool]] = {}
+    for row in facts["weights"]:  # by engine and version
+        if row["group"] and row["state"] == "complete":
+            place = row["engine"], row["group"]
+            known = groups.setdefault((row["engine"], row["version"]), [])
+            known.append(before.get(place) != row["digest"])
+            before[place] = row["digest"]
     for row in facts["weights"]:
-        group = f" {row['group']}" if row["group"] else ""
+        if row["group"]:
+            continue
+        moves = groups.get((row["engine"], row["version"]), [])
+        moved = f", {sum(moves)} of {len(moves)} groups moved" if moves and row["version"] else ""
         yield (
-            f"weights     version {row['version']}{group} of {row['engine'][:8]}: "
-            f"{row['digest'] or 'no digest'}, {row['state']}"
+            f"weights     version {row['version']} of {row['engine'][:8]}: "
+            f"{row['digest'] or 'no digest'}, {row['state']}{moved}"
+            + (f", {row['label']}" if row["label"] else "")
+            + (f" ({row['reason']})" if row["reason"] else "")
         )
+    yield from _late_lines(facts)
     events = facts["events"]
     if events["by_kind"]:
         yield "events      " + ", ".join(f"{n:,} {k}" for k, n in events["by_kind"].items())
+    for finding in events["findings"]:
+        text = f"{finding.get('message')}: {finding.get('remedy')}"
+        yield f"  {finding.get('code')}: {_cut(text, _WIDTH - 16)}"
     for fault in events["faults"]:
         yield f"  {fault['kind']}: {_cut(json.dumps(fault['detail']), _WIDTH - 16)}"
     yield from _table_lines(facts)
@@ -203,6 +223,38 @@ def _engine_lines(engine: dict[str, Any]) -> Iterator[str]:
         text = ", ".join(f"{k}={v}" for k, v in settings.items())
         for i, line in enumerate(_wrap(text, _WIDTH - 12)):
             yield f"  {name if i == 0 else '':<9} {line}"
+
+
+def _process_lines(engine: dict[str, Any], processes: list[dict[str, Any]]) -> Iterator[str]:
+    mine = [row for row in processes if row["engine"] == engine["engine"]]
+    if len(mine) > 1:
+        names = Counter(str(row.get("process") or "process") for row in mine)
+        text = ", ".join(f"{n} {name}" for name, n in names.items())
+        yield f"  processes {len(mine)}: {text}"
+    for name, said in engine.get("disagreements", {}).items():
+        values = ", ".join(f"{who}: {value}" for who, value in said.items())
+        for i, line in enumerate(_wrap(f"{name}: {values}", _WIDTH - 12)):
+            yield f"  {'DISAGREE' if i == 0 else '':<9} {line}"
+
+
+def _late_lines(facts: dict[str, Any]) -> Iterator[str]:
+    tactics = facts["tactics"]
+    for tuner, counts in tactics["by_tuner"].items():
+        text = ", ".join(f"{n:,} {source}" for source, n in counts.items())
+        yield f"tactics     {tuner}: {text}"
+    notes = facts["annotations"]
+    if notes["by_name"]:
+        text = ", ".join(f"{n:,} {name}" for name, n in notes["by_name"].items())
+        yield f"annotations {_cut(text, _WIDTH - 12)}"
+    for reason in ("unmatched", "ambiguous"):
+        if notes[reason]:
+            found = next(u for u in notes["unresolved"] if u["reason"] == reason)
+            yield f"            {notes[reason]:,} {reason}, for example of {found['request']}"
+    for table, row in facts["surplus"].items():
+        yield (
+            f"surplus     {table}: {row['positions']:,} positions beyond the end of "
+            f"{row['sequences']:,} sequences, cut"
+        )
 
 
 def _coverage_lines(coverage: dict[str, Any]) -> Iterator[str]:
@@ -294,6 +346,7 @@ def _sequence_row(sequence: Sequence) -> dict[str, Any]:
         "id": sequence.id,
         "key": sequence.key.text,
         "group": sequence.info["group"],
+        "external": sequence.info["external"],
         "prompt_len": sequence.prompt_len,
         "length": sequence.length,
         "finish": sequence.finish,
@@ -320,6 +373,8 @@ def _position_lines(sequence: Sequence, columns: dict[str, Any], routes: str) ->
         f"{row['id']}: {row['prompt_len']:,} prompt + "
         f"{max(0, row['length'] - row['prompt_len']):,} response tokens, {row['finish']}"
     )
+    if row["external"]:
+        yield f"request {row['external']}"
     yield f"group {row['group'] or '-'}, weight version {_ranges(row['weight_versions']) or '-'}"
     if row["origin"]:
         yield f"replays {row['origin']}"

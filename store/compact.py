@@ -34,6 +34,7 @@ from rolltape.store.index import KEY_COLUMNS
 from rolltape.store.kept import encode_kept
 from rolltape.store.keys import Key
 from rolltape.store.places import LocalPlace, ObjectPlace, Place, place_of
+from rolltape.store.routes import overlap
 from rolltape.store.schema import DERIVED_TABLES, TAPE_TABLES
 from rolltape.store.seal import seal
 from rolltape.store.sequences import LOGPROBS, Sequence, Tape, open_tape
@@ -283,7 +284,7 @@ def _token_rows(tape: Tape) -> Iterator[pa.RecordBatch]:
         rows = tape.fragments("tokens", sequence.key)
         if not rows:
             continue
-        if _overlap(rows) or not all(row["n"] for row in rows):
+        if overlap(rows) or not all(row["n"] for row in rows):
             yield from tape.select("tokens", sequence.key).combine_chunks().to_batches()
             continue
         cells = {
@@ -331,11 +332,6 @@ def _token_spans(
     return found
 
 
-def _overlap(rows: Items[Mapping[str, Any]]) -> bool:
-    spans = sorted((r["start"], r["n"]) for r in rows)
-    return any(b[0] < a[0] + a[1] for a, b in itertools.pairwise(spans))
-
-
 # -- supports -----------------------------------------------------------------------------
 
 
@@ -345,7 +341,7 @@ def _support_rows(tape: Tape) -> Iterator[pa.RecordBatch]:
         rows = tape.fragments("supports", sequence.key)
         if not rows:
             continue
-        supports = join_supports(rows, sequence.span, sequence.id, length=sequence.length)
+        supports = join_supports(rows, sequence.span, sequence.id)
         covered = np.zeros(sequence.length, bool)
         for row in rows:
             covered[row["start"] : row["start"] + row["n"]] = True

@@ -20,7 +20,7 @@ from rolltape.store.errors import UsageError
 from rolltape.store.keys import Key
 from rolltape.store.packed import MAX_TOKENS, block_tokens, encode_block
 from rolltape.store.planes import encode_split
-from rolltape.store.routes import Routes, join_routes, read_missing
+from rolltape.store.routes import Routes, join_routes, overlap, read_missing
 from rolltape.store.schema import TAPE_TABLES
 from rolltape.store.sequences import Sequence, Tape
 from rolltape.store.writer import TapeWriter
@@ -148,28 +148,43 @@ class RouteWriter:
             rows = self._source.fragments("routes", sequence.key, span)
             for role in ("used", "live"):
                 mine = [row for row in rows if row["role"] == role]
-                if mine:
-                    yield from self._window(sequence, role, mine, begin, end)
+                for again in range(len(mine)):
+                    if again and not overlap(mine):
+                        break
+                    parts = self._window(sequence, role, mine, begin, end, again=again)
+                    if again and not parts:
+                        break
+                    yield from parts
 
     def _window(
-        self, sequence: Sequence, role: str, rows: Items[Mapping[str, Any]], begin: int, end: int
+        self,
+        sequence: Sequence,
+        role: str,
+        rows: Items[Mapping[str, Any]],
+        begin: int,
+        end: int,
+        *,
+        again: int,
     ) -> list[_Part]:
         routes = join_routes(
             rows,
             (begin, end),
             sequence.id,
-            length=sequence.length,
             unpack=self._source.unpack,
+            again=again,
         )
+        if again and not routes.valid.any():
+            return []
         if not self._order:
             routes = replace(routes, weights=None, weighted=np.zeros_like(routes.weighted))
-        covered = np.zeros(end - begin, bool)
-        for row in rows:
+        covered = np.asarray(routes.valid.any(axis=1))
+        for row in rows if not again else ():
             low, high = max(row["start"], begin), min(row["start"] + row["n"], end)
             covered[low - begin : max(low, high) - begin] = True
-        # a fragment belongs to the window in which it begins, also one without positions
+        # a fragment belongs to the window in which it begins, also one without positions; what
+        # begins beyond the end belongs to the last one
         last = end == sequence.length
-        own = [r for r in rows if begin <= r["start"] < end or (last and r["start"] == end)]
+        own = [r for r in rows if begin <= r["start"] < end or (last and r["start"] >= end)]
         spans = spans_of(covered) or ([(0, 0)] if own else [])
         tokens = sequence.window(begin, end).tokens.fill(0).astype(np.uint32)
         parts = []
@@ -188,6 +203,7 @@ class RouteWriter:
             if self._packed:
                 most = _most(part)
             parts += part.split(*range(part.start, part.end, most))
+        own = [] if again else own
         missing = [entry for r in own for entry in read_missing(r["missing"], "routes.missing")]
         said = _placed(missing, [part.start for part in parts])
         return [

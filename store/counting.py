@@ -1,7 +1,8 @@
 """Counting what a tape holds of each sequence, batch by batch: the numbers of the roll-ups.
 
-One pass, which also finds the offsets. Fragments of a sequence usually do not overlap, and then
-sums over fragments are sums over the sequence. Where they do, the joined sequence is counted.
+One pass, which also finds the offsets. Fragments of a sequence usually do not overlap, nor reach
+beyond its end, and then sums over fragments are sums over the sequence. Where they do, the joined
+sequence is counted.
 """
 
 from __future__ import annotations
@@ -81,25 +82,30 @@ def totals_of(tape: Tape) -> Totals:
     index, totals = tape.index, Totals()
     for key in tape.sequence_rows:
         index.codes.setdefault(key, len(index.codes))
-    overlapping = {
+    joined = {
         "tokens": _count_tokens(tape, totals),
         "routes": _count_routes(tape, totals),
         "supports": _count_supports(tape, totals),
     }
-    overlapping["forwards"] = _count_versions(tape, totals)
+    lengths = _lengths(tape)
+    again = {table: spans.overlapping() | spans.beyond(lengths) for table, spans in joined.items()}
+    again["forwards"] = set(_count_versions(tape, totals))
     for table in INDEXED:
         index.entries(table)
     _count_gaps(tape, totals)
     keys = list(index.codes)
-    for table, codes in overlapping.items():
-        for code in codes:
+    for table, codes in again.items():
+        for code in sorted(codes):
             if keys[code] in tape.sequence_rows:
                 _recount(tape, keys[code], code, table, totals)
     return totals
 
 
 class _Spans:
-    """The spans of all rows of a table, to find sequences with a position in two of them."""
+    """The spans of all rows of a table, to find sequences whose fragments do not add up.
+
+    They have a position in two of them, or one beyond their end.
+    """
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []
@@ -112,12 +118,21 @@ class _Spans:
         part[0], part[1], part[2] = 2 * grouping.per_row() + kind, start, end
         self._parts.append(part)
 
-    def overlapping(self) -> list[int]:
-        """Codes of those sequences."""
-        return sorted({group // 2 for group in _overlapping(self._parts)})
+    def overlapping(self) -> set[int]:
+        """Codes of sequences with a position in two rows."""
+        return {group // 2 for group in _overlapping(self._parts)}
+
+    def beyond(self, lengths: np.ndarray) -> set[int]:
+        """Codes of sequences with a row that reaches beyond their length (int64, by code)."""
+        found: set[int] = set()
+        for group, _, end in self._parts:
+            codes = group // 2
+            known = codes < len(lengths)
+            found.update(np.unique(codes[known][end[known] > lengths[codes[known]]]).tolist())
+        return found
 
 
-def _count_tokens(tape: Tape, totals: Totals) -> list[int]:
+def _count_tokens(tape: Tape, totals: Totals) -> _Spans:
     prompts = _prompts(tape)
     spans = _Spans()
     for batch, grouping in tape.index.walk("tokens", ["loss_mask", *LOGPROBS]):
@@ -139,14 +154,14 @@ def _count_tokens(tape: Tape, totals: Totals) -> list[int]:
                 valid = flat.is_valid().to_numpy(zero_copy_only=False)
                 values = flat.fill_null(0).to_numpy() if flat.null_count else flat.to_numpy()
                 _add_logprobs(totals, name, grouping, (starts, sizes, skip), values, valid)
-    return spans.overlapping()
+    return spans
 
 
 def _prompts(tape: Tape) -> np.ndarray:
     """Prompt tokens by code; 0 where they are not known."""
     out = np.zeros(len(tape.index.codes), np.int64)
-    known = tape.table("sequences").column("prompt_len").to_numpy()
-    for key, (row, _) in tape.sequence_rows.items():
+    known = tape.facts.column("prompt_len").to_numpy()
+    for key, row in tape.sequence_rows.items():
         out[tape.index.codes[key]] = known[row]
     return out
 
@@ -228,7 +243,7 @@ def _lower_at(
     at[codes[better]] = positions[better]
 
 
-def _count_routes(tape: Tape, totals: Totals) -> list[int]:
+def _count_routes(tape: Tape, totals: Totals) -> _Spans:
     spans = _Spans()
     for batch, grouping in tape.index.walk("routes", ["role", "layers", "valid"]):
         layers = pc.list_value_length(batch.column("layers")).to_numpy().astype(np.int64)
@@ -247,10 +262,10 @@ def _count_routes(tape: Tape, totals: Totals) -> list[int]:
         totals.add("routed", grouping.codes, _grouped_sum(grouping, positions * used))
         totals.add("route_rows", grouping.codes, _grouped_sum(grouping, rows * used))
         totals.add("live_rows", grouping.codes, _grouped_sum(grouping, rows * ~used))
-    return spans.overlapping()
+    return spans
 
 
-def _count_supports(tape: Tape, totals: Totals) -> list[int]:
+def _count_supports(tape: Tape, totals: Totals) -> _Spans:
     spans = _Spans()
     for batch, grouping in tape.index.walk("supports", ["state", "counts"]):
         spans.add(batch, grouping)
@@ -269,7 +284,7 @@ def _count_supports(tape: Tape, totals: Totals) -> list[int]:
             most_of_row = np.maximum.reduceat(kept, (np.cumsum(sizes) - sizes)[full])
             np.maximum.at(most, grouping.of[full], most_of_row)
         totals.raise_("kept_max", grouping.codes, most)
-    return spans.overlapping()
+    return spans
 
 
 def _count_versions(tape: Tape, totals: Totals) -> list[int]:

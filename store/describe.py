@@ -15,6 +15,7 @@ from rolltape.store import codecs
 from rolltape.store.columns import Masked
 from rolltape.store.index import KEY_COLUMNS
 from rolltape.store.keys import Key
+from rolltape.store.notices import annotation_counts, surplus, tactic_counts
 from rolltape.store.routes import read_missing
 from rolltape.store.schema import (
     DERIVED_TABLES,
@@ -70,6 +71,7 @@ def describe_tape(tape: Tape) -> dict[str, Any]:
         "parent": tape.parent,
         "provenance": tape.header.get("provenance", {}),
         "engines": [_engine(row) for row in tape.engines.values()],
+        "processes": [_process(row) for row in tape.processes],
         "sequences": {
             "total": len(facts),
             "by_finish": {
@@ -86,6 +88,9 @@ def describe_tape(tape: Tape) -> dict[str, Any]:
         },
         "coverage": coverage,
         "weights": _weights(tape),
+        "tactics": tactic_counts(tape),
+        "annotations": annotation_counts(tape),
+        "surplus": surplus(tape),
         "events": _events(tape),
         "tables": tables,
         "bytes": sum(t["bytes"] or 0 for t in tables.values()),
@@ -136,6 +141,11 @@ def _engine(row: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in row.items() if v is not None}
 
 
+def _process(row: dict[str, Any]) -> dict[str, Any]:
+    names = ("engine", "process", "ranks", "replica", "host", "pid", "device", "adapter")
+    return {name: row[name] for name in names if row[name] not in (None, {})}
+
+
 def _sum(facts: pa.Table, column: str) -> int:
     return int(pc.sum(facts.column(column)).as_py() or 0)
 
@@ -168,8 +178,9 @@ def _route_coverage(tape: Tape) -> dict[str, Any]:
             bits = seen[row["role"], layer].setdefault(key, np.zeros(lengths[key], bool))
             span = bits[row["start"] : row["start"] + row["n"]]
             span |= valid[: len(span), column]
-        for _, n, layer, reason in read_missing(row["missing"], f"routes of {key.id}"):
-            reasons[reason] += n * (len(row["layers"]) if layer is None else 1)
+        for start, n, layer, reason in read_missing(row["missing"], f"routes of {key.id}"):
+            inside = max(0, min(n, lengths[key] - start))
+            reasons[reason] += inside * (len(row["layers"]) if layer is None else 1)
     total = sum(max(0, length - 1) for length in lengths.values())
     out: dict[str, Any] = {}
     for (role, layer), found in sorted(seen.items()):
@@ -193,18 +204,19 @@ def _route_rows(tape: Tape) -> Iterator[tuple[Key, dict[str, Any]]]:
 
 def _support_coverage(tape: Tape, facts: pa.Table, response: int) -> dict[str, Any]:
     """Response positions by state, and the sizes of the explicit kept sets."""
-    prompts: dict[Key, int] = {}
-    for *key, prompt in zip(
-        *(facts.column(c).to_pylist() for c in (*KEY_COLUMNS, "prompt_len")), strict=True
+    spans: dict[Key, tuple[int, int]] = {}
+    for *key, prompt, length in zip(
+        *(facts.column(c).to_pylist() for c in (*KEY_COLUMNS, "prompt_len", "length")), strict=True
     ):
-        prompts[Key(*key)] = prompt
+        spans[Key(*key)] = prompt, length
     states = np.zeros(3, np.int64)
     derived = rows = False
     for _, _, batch in tape.batches("supports", [*KEY_COLUMNS, "start", "derived", "state"]):
         rows = rows or batch.num_rows > 0
         for row in batch.to_pylist():
-            skip = max(0, prompts.get(Key(*(row[c] for c in KEY_COLUMNS)), 0) - row["start"])
-            state = np.asarray(row["state"], np.uint8)[skip:]
+            prompt, end = spans.get(Key(*(row[c] for c in KEY_COLUMNS)), (0, 0))
+            begin, stop = (max(0, p - row["start"]) for p in (prompt, end))
+            state = np.asarray(row["state"], np.uint8)[begin:stop]
             states += np.bincount(state, minlength=3)[:3]
             derived |= bool(row["derived"])
     if not rows:
@@ -248,6 +260,8 @@ def _weights(tape: Tape) -> list[dict[str, Any]]:
             "digest": None if row["digest"] is None else f"{row['digest']:016x}",
             "tensors": row["tensors"],
             "elements": row["elements"],
+            "label": row["label"],
+            "reason": row["reason"],
         }
         for row in rows
     ]
@@ -256,8 +270,10 @@ def _weights(tape: Tape) -> list[dict[str, Any]]:
 def _events(tape: Tape) -> dict[str, Any]:
     rows = sorted(tape.rows("events"), key=lambda r: r["t_ns"])
     faults = [r for r in rows if r["kind"] in ("gap", "hook_error")]
+    findings = [json.loads(r["detail"] or "{}") for r in rows if r["kind"] == "finding"]
     return {
         "by_kind": dict(Counter(r["kind"] for r in rows).most_common()),
+        "findings": findings[:_SHOWN],
         "faults": [
             {
                 **{k: r[k] for k in _EVENT_FACTS if r[k] is not None},

@@ -101,12 +101,12 @@ def join_distributions(rows: Sequence[Mapping[str, Any]], length: int, name: str
 
     Args:
         rows: of the table, list columns as arrays or `Masked` (`Tape.fragments`).
-        length: positions T of the sequence.
+        length: positions T of the sequence; what reaches beyond them is cut.
         name: of the sequence, for errors.
 
     Raises:
-        SchemaError: a row whose lists do not fit its n and k, that reaches outside the sequence,
-            has another k than the first one, or ids that are not distinct and best first.
+        SchemaError: a row whose lists do not fit its n and k, that begins before position 0, has
+            another k than the first one, or ids that are not distinct and best first.
     """
     out = Distributions.empty(length, int(rows[0]["k"]) if rows else 0)
     spans: list[tuple[int, int, Mapping[str, Any] | None]] = []
@@ -115,21 +115,23 @@ def join_distributions(rows: Sequence[Mapping[str, Any]], length: int, name: str
         where = f"distributions of {name} at {start}"
         if k != out.k or k < 1:
             raise SchemaError(f"{where}: k is {k}, of the first fragment {out.k}")
-        if start < 0 or n < 0 or start + n > length:
-            raise SchemaError(f"{where}: {n} positions in a sequence of {length} tokens")
+        if start < 0 or n < 0:
+            raise SchemaError(f"{where}: {n} positions from there")
         ids, logprobs, tail = (_masked(row[column]) for column in ("ids", "logprobs", "tail"))
         if (len(ids), len(logprobs), len(tail)) != (n * k, n * k, n):
             raise SchemaError(f"{where}: ids, logprobs and tail do not fit n = {n} and k = {k}")
         table, values = ids.values.reshape(n, k), logprobs.values.reshape(n, k)
         valid = (ids.valid & logprobs.valid).reshape(n, k).all(1) & tail.valid
         _check_order(table[valid], values[valid], where)
-        span = slice(start, start + n)
-        fresh = valid & ~out.valid[span]
-        out.ids[span][fresh] = table[fresh]
-        out.logprobs[span][fresh] = values[fresh]
-        out.tail[span][fresh] = tail.values[fresh]
+        inside = max(0, min(n, length - start))
+        span = slice(start, start + inside)
+        fresh = valid[:inside] & ~out.valid[span]
+        out.ids[span][fresh] = table[:inside][fresh]
+        out.logprobs[span][fresh] = values[:inside][fresh]
+        out.tail[span][fresh] = tail.values[:inside][fresh]
         out.valid[span] |= fresh
-        spans.append((start, n, row["semantics"]))
+        if inside or not n:
+            spans.append((start, inside, row["semantics"]))
     spans.sort(key=lambda span: span[:2])
     return Distributions(out.valid, out.ids, out.logprobs, out.tail, tuple(spans))
 

@@ -20,7 +20,7 @@ from rolltape.store.shards import canonical, checksum
 from rolltape.store.supports import Supports
 
 #: Tables that belong to no sequence, and stand in the copy row by row as in the original.
-_WHOLE = ("engines", "steps", "weights", "events")
+_WHOLE = ("engines", "steps", "weights", "tactics", "events")
 _PIECE_ROWS = 1 << 16
 
 
@@ -39,7 +39,7 @@ def differences(a: Tape, b: Tape, *, sets: bool = False) -> Iterator[str]:
     for table in _WHOLE:
         if not _same_rows(a, b, table):
             yield f"table {table} differs"
-    infos_differ = not _facts(a).equals(_facts(b))
+    infos_differ = not a.facts.equals(b.facts)
     for one, other in zip(_each(a), _each(b), strict=True):
         if one.length != other.length or (infos_differ and one.info != other.info):
             yield f"{one.id}: info differs"
@@ -52,14 +52,6 @@ def _each(tape: Tape) -> Iterator[Sequence]:
     """All sequences; what is read of one is let go with it."""
     for sequence in tape:
         yield sequence.window(0, sequence.length)
-
-
-def _facts(tape: Tape) -> pa.Table:
-    """The rows of `sequences` that count, in order, with the time each was opened."""
-    rows = pa.array([row for row, _ in tape.sequence_rows.values()], pa.int64())
-    opened = pa.array([opened for _, opened in tape.sequence_rows.values()], pa.int64())
-    table = tape.table("sequences").take(rows).combine_chunks()
-    return table.drop_columns(["opened_ns"]).append_column("opened_ns", opened)
 
 
 def _same_rows(a: Tape, b: Tape, table: str) -> bool:
@@ -91,8 +83,12 @@ def _differing(a: Sequence, b: Sequence, *, sets: bool) -> Iterator[str]:
     if not a.forwards.equals(b.forwards) and _sorted(a.forwards) != _sorted(b.forwards):
         yield "forwards"
     for role in ("used", "live"):
-        if not _same_routes(a.routes(role), b.routes(role), sets=sets):
-            yield f"{role} routes"
+        for again in itertools.count():
+            ours, theirs = a.routes(role, again=again), b.routes(role, again=again)
+            if not _same_routes(ours, theirs, sets=sets):
+                yield f"{role} routes"
+            if ours is None or theirs is None:
+                break
     if not _same_supports(a.supports(), b.supports()):
         yield "supports"
     if not _same_distributions(a.distributions(), b.distributions()):

@@ -19,6 +19,7 @@ import pyarrow as pa
 from rolltape.store.describe import ORPHANS
 from rolltape.store.errors import DamagedShardError, NotATapeError, RolltapeError
 from rolltape.store.keys import token_digest
+from rolltape.store.notices import notices
 from rolltape.store.places import LocalPlace, ObjectPlace, place_of
 from rolltape.store.readers import BrokenShard, FooterShard, SealedShard, Shard, finished_name
 from rolltape.store.rollups import count
@@ -157,6 +158,8 @@ def _fsck(place: LocalPlace | ObjectPlace, *, repair: bool) -> Checked:
     notes = [p for p in tape_now.problems if ORPHANS in p]
     if live or read_seal(place) is None:
         notes = []  # their sequences may follow
+    elif not broken or repair:
+        notes += notices(tape_now)
     return Checked(shards, size, sequences, tuple(live), tuple(findings), tuple(notes))
 
 
@@ -355,6 +358,7 @@ def _join_problem(sequence: Sequence, *, partial: bool) -> str | None:
         sequence.logprob(column)
     for role in ("used", "live"):
         sequence.routes(role)
+        sequence.routes(role, again=1)
     supports = sequence.supports()
     if supports is not None:
         inside = np.diff(supports.ids.astype(np.int64)) > 0

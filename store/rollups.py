@@ -46,9 +46,17 @@ def _table(tape: Tape, totals: Totals) -> pa.Table:
     keys = list(tape.index.codes)
     size = len(keys)
     rows = [tape.sequence_rows.get(key) for key in keys]
-    taken = pa.array([None if row is None else row[0] for row in rows], pa.int64())
-    names = ["group", "origin", "prompt_len", "finish", "digest", "closed_ns", "length"]
-    facts = tape.table("sequences").select(names).take(taken)
+    names = [
+        "group",
+        "origin",
+        "prompt_len",
+        "finish",
+        "digest",
+        "opened_ns",
+        "closed_ns",
+        "length",
+    ]
+    facts = tape.facts.select(names).take(pa.array(rows, pa.int64()))
     known = np.zeros(size, np.int64)
     tokens = tape.index.entries("tokens")
     np.maximum.at(known, tokens.code, tokens.end.astype(np.int64))
@@ -61,7 +69,6 @@ def _table(tape: Tape, totals: Totals) -> pa.Table:
         "prompt_len": prompt_len,
         "length": length,
         "finish": facts.column("finish").fill_null("unknown"),
-        "opened_ns": [None if row is None else row[1] for row in rows],
     }
     for name, start in START.items():
         numbers = totals.column(name, size)[:size]

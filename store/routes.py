@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,27 +56,30 @@ def join_routes(
     span: tuple[int, int],
     name: str,
     *,
-    length: int,
     unpack: Unpack,
     layers: Sequence[int] | None = None,
+    again: int = 0,
 ) -> Routes:
-    """Routes over the positions of a span.
+    """Routes over the positions of a span; what reaches beyond it is cut.
+
+    Fragments of different layers are merged: the stages of a pipeline write their own.
 
     Args:
         rows: rows of `routes` of one sequence and role, in written order.
         span: first position, and one behind the last.
         name: of the sequence, for messages.
-        length: tokens of the whole sequence.
         unpack: decodes the block of a packed fragment.
         layers: model layer numbers wanted; None is all that were recorded.
+        again: how many earlier choices of a position and layer to pass over.
 
     Raises:
         SchemaError: fragments that do not belong together or do not fit.
         UsageError: a layer that was not recorded.
     """
-    recorded, k, experts = _kind(rows[0])
-    columns = None if layers is None else _columns(recorded, layers, name)
-    chosen = recorded if columns is None else tuple(recorded[c] for c in columns)
+    k, experts = _kind(rows[0])
+    recorded = _recorded(rows)
+    _refuse_unknown(recorded, layers, name)
+    chosen = recorded if layers is None else tuple(layers)
     begin, end = span
     shape = (end - begin, len(chosen), k)
     with _named(f"routes of {name} at {rows[0]['start']}"):
@@ -87,35 +91,66 @@ def join_routes(
     weights = margin = None
     missing: list[tuple[int, int, int | None, str]] = []
     order = True
-    for row in rows:
+    earlier = np.full(shape[:2], again) if again else None
+    for row in in_step_order(rows):
         start, n = row["start"], row["n"]
         where = f"routes of {name} at {start}"
-        if row is not rows[0] and _kind(row) != (recorded, k, experts):
-            raise SchemaError(f"{where}: layers, k or num_experts differ from the first fragment")
-        if start < 0 or n < 0 or start + n > length:
-            raise SchemaError(f"{where}: {n} rows in a sequence of {length} tokens")
+        if _kind(row) != (k, experts):
+            raise SchemaError(f"{where}: k or num_experts differ from the first fragment")
+        if start < 0 or n < 0:
+            raise SchemaError(f"{where}: {n} rows from there")
+        mine = _layers(row)
+        to = list(range(len(chosen)))
+        columns = None
+        if mine != chosen:
+            at = {layer: i for i, layer in enumerate(mine)}
+            to = [i for i, layer in enumerate(chosen) if layer in at]
+            columns = tuple(at[chosen[i]] for i in to)
         block, mask, ordered = _decode(row, columns, unpack, where)
         order &= ordered
-        missing += read_missing(row["missing"], where)
+        if again == 0:
+            missing += read_missing(row["missing"], where)
         if row["weights"] is not None and weights is None:
             weights = np.full(shape, np.nan, np.float32)
         if row["margin"] is not None and margin is None:
             margin = np.full(shape[:2], np.nan, np.float32)
         low, high = max(start, begin), min(start + n, end)
-        if low >= high:
+        if low >= high or not to:
             continue
-        inner, outer = slice(low - start, high - start), slice(low - begin, high - begin)
+        # a slice where it can be: a view, and many times faster
+        part = slice(None) if len(to) == len(chosen) else to
+        inner, outer = slice(low - start, high - start), (slice(low - begin, high - begin), part)
         fresh = mask[inner] & ~valid[outer]
-        _put(ids[outer], block[inner], fresh)
+        if earlier is not None:
+            skipped = mask[inner] & (earlier[outer] > 0)
+            earlier[outer] -= skipped
+            fresh &= ~skipped
+        _put(ids, outer, block[inner], fresh)
         valid[outer] |= fresh
-        wide = (n, len(recorded))
+        wide = (n, len(mine))
         if row["weights"] is not None and weights is not None:
             got = _floats(row, "weights", (*wide, k), columns, where)
-            _put(weights[outer], got[inner], fresh)
+            _put(weights, outer, got[inner], fresh)
             weighted[outer] |= fresh
         if row["margin"] is not None and margin is not None:
-            _put(margin[outer], _floats(row, "margin", wide, columns, where)[inner], fresh)
+            _put(margin, outer, _floats(row, "margin", wide, columns, where)[inner], fresh)
     return Routes(chosen, experts, ids, valid, weights, weighted, margin, tuple(missing), order)
+
+
+def in_step_order(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Fragments as they ran: by step where all of them have one, else as they were written.
+
+    Those that `compact` wrote stand in that order already.
+    """
+    if len(rows) < 2 or any(row["step"] is None or row["merged"] is not None for row in rows):
+        return rows
+    return sorted(rows, key=lambda row: int(row["step"]))
+
+
+def overlap(rows: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a position stands in two fragments."""
+    spans = sorted((int(row["start"]), int(row["n"])) for row in rows)
+    return any(b[0] < a[0] + a[1] for a, b in itertools.pairwise(spans))
 
 
 def read_missing(text: str | None, where: str) -> list[tuple[int, int, int | None, str]]:
@@ -149,24 +184,35 @@ def _is_missing(entry: Any) -> bool:
     )
 
 
-def _kind(row: Mapping[str, Any]) -> tuple[tuple[int, ...], int, int]:
-    return tuple(np.asarray(row["layers"]).tolist()), row["k"], row["num_experts"]
+def _kind(row: Mapping[str, Any]) -> tuple[int, int]:
+    return row["k"], row["num_experts"]
 
 
-def _columns(recorded: tuple[int, ...], layers: Sequence[int], name: str) -> tuple[int, ...]:
-    at = {layer: i for i, layer in enumerate(recorded)}
-    unknown = [layer for layer in layers if layer not in at]
+def _layers(row: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(np.asarray(row["layers"]).tolist())
+
+
+def _recorded(rows: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Layers of all fragments: as they stand in the first if it has all of them, else ascending."""
+    first = _layers(rows[0])
+    more = set().union(*(_layers(row) for row in rows[1:])) - set(first)
+    return tuple(sorted({*first, *more})) if more else first
+
+
+def _refuse_unknown(recorded: tuple[int, ...], layers: Sequence[int] | None, name: str) -> None:
+    unknown = [layer for layer in layers or () if layer not in recorded]
     if unknown:
         known = f"{recorded[0]} to {recorded[-1]}" if recorded else "none"
         raise UsageError(f"{name} has no routes of layer {unknown[0]}", hint=f"it has {known}")
-    return tuple(at[layer] for layer in layers)
 
 
-def _put(out: np.ndarray, values: np.ndarray, fresh: np.ndarray) -> None:
+def _put(out: np.ndarray, where: Any, values: np.ndarray, fresh: np.ndarray) -> None:
     if fresh.all():  # the usual case, and many times faster
-        out[...] = values
-    else:
-        out[fresh] = values[fresh]
+        out[where] = values
+    elif fresh.any():
+        part = out[where]  # a view of a slice, a copy of chosen columns
+        part[fresh] = values[fresh]
+        out[where] = part
 
 
 def _decode(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 1
+FORMAT_MINOR = 2
 
 _F32S = pa.list_(pa.field("item", pa.float32()))
 
@@ -62,6 +62,7 @@ TAPE_TABLES: dict[str, pa.Schema] = {
             pa.field("writer", pa.string(), nullable=False),
             pa.field("role", pa.string(), nullable=False),  # rollout|trainer|reference|draft
             pa.field("adapter", pa.string(), nullable=False),
+            pa.field("process", pa.string()),  # frontend|core|worker; null: one does it all
             pa.field("host", pa.string()),
             pa.field("pid", pa.int64()),
             pa.field("started_ns", pa.int64()),
@@ -90,6 +91,7 @@ TAPE_TABLES: dict[str, pa.Schema] = {
             pa.field("group_derived", pa.bool_()),
             pa.field("turn", pa.int32()),
             pa.field("continues", pa.string()),
+            pa.field("external", pa.string()),  # request id that the caller knows it by
             pa.field("origin", pa.string()),  # carried key of the sequence that is replayed
             pa.field("prompt_len", pa.int32(), nullable=False),
             pa.field("length", pa.int32()),  # prompt + response; null while open
@@ -142,7 +144,8 @@ TAPE_TABLES: dict[str, pa.Schema] = {
             pa.field("pass", pa.int32(), nullable=False),
             pa.field("start", pa.int32(), nullable=False),
             pa.field("n", pa.int32(), nullable=False),
-            pa.field("kind", pa.string(), nullable=False),  # prefill|decode|verify|recompute|dummy
+            # prefill | decode | verify | recompute | cached | dummy | score
+            pa.field("kind", pa.string(), nullable=False),
             pa.field("pad_left", pa.int32()),
             pa.field("drafted", pa.int32()),
             pa.field("accepted", pa.int32()),
@@ -207,6 +210,27 @@ TAPE_TABLES: dict[str, pa.Schema] = {
             pa.field("digest", pa.uint64()),
             pa.field("tensors", pa.int32()),
             pa.field("elements", pa.int64()),
+            pa.field("label", pa.string()),  # the name that the job gives this version
+            pa.field("reason", pa.string()),  # why there is no digest, or it cannot be compared
+        ]
+    ),
+    # A row per choice of a kernel, written when it is first seen in a process.
+    "tactics": pa.schema(
+        [
+            pa.field("engine", pa.string(), nullable=False),  # "": no engine in this process
+            pa.field("writer", pa.string(), nullable=False),
+            pa.field("t_ns", pa.int64(), nullable=False),
+            pa.field("tuner", pa.string(), nullable=False),  # flashinfer|tensorrt_llm|triton|...
+            pa.field("op", pa.string(), nullable=False),
+            pa.field("key", pa.string(), nullable=False),  # JSON: shapes and what else decides
+            # chosen | cached | fallback | profiled | observed | unrecorded
+            pa.field("source", pa.string(), nullable=False),
+            pa.field("implementation", pa.string()),  # runner class, kernel or library name
+            pa.field("tactic", pa.string()),  # what the tuner returned, as repr() writes it
+            pa.field("graph", pa.string()),  # key of the graph being captured; null: eager
+            pa.field("time_ms", pa.float64()),  # as the tuner measured it
+            pa.field("fingerprint", pa.string()),  # JSON: device, capability, library versions
+            pa.field("reason", pa.string()),  # of an unrecorded choice: why nobody can see it
         ]
     ),
     # Tensors of chosen sites and positions.
@@ -224,7 +248,8 @@ TAPE_TABLES: dict[str, pa.Schema] = {
             pa.field("engine", pa.string()),
             pa.field("writer", pa.string(), nullable=False),
             pa.field("t_ns", pa.int64(), nullable=False),
-            pa.field("kind", pa.string(), nullable=False),  # gap|hook_error|update|abort|notice
+            # gap|hook_error|update|abort|preempt|sleep|wake|finding|notice|replica
+            pa.field("kind", pa.string(), nullable=False),
             pa.field("request", pa.string()),
             pa.field("sample", pa.int32()),
             pa.field("start", pa.int32()),

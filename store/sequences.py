@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -15,17 +14,20 @@ import numpy as np
 import pyarrow as pa
 
 from rolltape.store import codecs
-from rolltape.store.cells import Cells, Fragment
+from rolltape.store.cells import Cells, Fragment, place
 from rolltape.store.columns import Masked
 from rolltape.store.distributions import Distributions, join_distributions
 from rolltape.store.errors import DamagedShardError, NotATapeError, SchemaError, UsageError
 from rolltape.store.flat import FlatTable, flat_rows, table_rows
-from rolltape.store.index import KEY_COLUMNS, Index, rows_of
+from rolltape.store.index import Index
 from rolltape.store.keys import Key
+from rolltape.store.late import aliases, by_external, meant_by, overrides
+from rolltape.store.lives import join_lives, overridden
 from rolltape.store.packed import PackedBlock, decode_block
 from rolltape.store.places import LocalPlace, ObjectPlace, Place, place_of
+from rolltape.store.processes import merge_processes, read_processes
 from rolltape.store.readers import Cache
-from rolltape.store.routes import Routes, join_routes
+from rolltape.store.routes import Routes, join_routes, overlap
 from rolltape.store.scan import Rows
 from rolltape.store.schema import TAPE_TABLES
 from rolltape.store.shards import COMPACTING
@@ -49,8 +51,9 @@ class Sequence:
         length: number of positions T known so far.
         span: of a window, first position and one behind the last; else the whole sequence. Arrays
             have an entry for each position of the span.
-        closed: whether the length is final. Of a sequence that is not, fragments of other tables
-            may reach further than its tokens do yet; the rest of them is left out.
+        closed: whether the length is final. Fragments may reach further than the length: an
+            asynchronous engine runs forwards that nobody needs, and of an open sequence not all
+            tokens are written yet. What is beyond the length is left out.
     """
 
     tape: Tape = field(repr=False)
@@ -97,10 +100,6 @@ class Sequence:
             )
         return Sequence(self.tape, self.key, self.length, (start, stop), self.closed)
 
-    @property
-    def _limit(self) -> int:
-        return self.length if self.closed else 1 << 31
-
     def _rows(self, table: str) -> list[Fragment]:
         whole = self.span == (0, self.length)
         return self.tape.fragments(table, self.key, None if whole else self.span)
@@ -128,7 +127,11 @@ class Sequence:
     @property
     def semantics(self) -> list[tuple[int, int, dict[str, Any]]]:
         """(start, n, semantics) of every span that has logprobs, by start."""
-        spans = [(f["start"], f["n"], f["semantics"]) for f in self._tokens]
+        spans = [
+            (f["start"], min(f["n"], self.length - f["start"]), f["semantics"])
+            for f in self._tokens
+            if f["start"] < self.length or f["n"] == 0
+        ]
         return sorted((s for s in spans if s[2] is not None), key=lambda span: span[:2])
 
     def _joined(self, column: str, dtype: Any) -> Masked:
@@ -146,40 +149,51 @@ class Sequence:
             cell = fragment[column]
             if cell is not None:
                 where = f"tokens.{column} of {self.id}"
-                _place(out, begin, fragment, cell, limit=self._limit, where=where)
+                place(out, begin, fragment, cell, where=where)
         return out
 
-    def routes(self, role: str = "used", layers: Items[int] | None = None) -> Routes | None:
+    def routes(
+        self, role: str = "used", layers: Items[int] | None = None, *, again: int = 0
+    ) -> Routes | None:
         """Routes that were `used`, or the `live` choice where another was forced.
 
         Args:
             role: `used` or `live`.
             layers: model layer numbers, in the order in which they are wanted; None is all that
                 were recorded. Others are not decoded.
+            again: which of several forwards over a position and layer, in step order. 0 is the
+                record of what happened; 1 what was chosen when it was run again (after a
+                preemption, say), and so on.
 
         Returns:
-            None when the tape holds no routes of that role for the sequence; a dense model is
-            told apart by `tape.engine(key.engine)["moe_layers"] == []`.
+            None when the tape holds no routes of that role for the sequence (or none of that
+            forward); a dense model is told apart by
+            `tape.engine(key.engine)["moe_layers"] == []`.
         """
         rows = [r for r in self._rows("routes") if r["role"] == role]
-        if not rows:
+        if not rows or (again and not overlap(rows)):
             return None
-        return join_routes(
-            rows, self.span, self.id, length=self._limit, unpack=self.tape.unpack, layers=layers
+        found = join_routes(
+            rows,
+            self.span,
+            self.id,
+            unpack=self.tape.unpack,
+            layers=layers,
+            again=again,
         )
+        return None if again and not found.valid.any() else found
 
     def supports(self) -> Supports | None:
         """Kept sets, or None when the tape holds none for the sequence."""
         rows = self._rows("supports")
-        return join_supports(rows, self.span, self.id, length=self._limit) if rows else None
+        return join_supports(rows, self.span, self.id) if rows else None
 
     def distributions(self) -> Distributions | None:
         """The most probable tokens of each position, or None when the tape holds none."""
         rows = self._rows("distributions")
         if not rows:
             return None
-        ends = () if self.closed else (row["start"] + row["n"] for row in rows)
-        found = join_distributions(rows, max((self.length, *ends)), self.id)
+        found = join_distributions(rows, self.length, self.id)
         part = slice(*self.span)
         return replace(
             found,
@@ -194,15 +208,25 @@ class Sequence:
         out: dict[str, list[tuple[int, str, np.ndarray]]] = {}
         rows = self._rows("activations")
         for row in sorted(rows, key=lambda row: int(row["start"])):
-            shape = (row["n"], row["width"])
+            shape, left = (row["n"], row["width"]), self.length - row["start"]
+            if left <= 0 < row["n"]:
+                continue
             data = codecs.decode_floats(row["data"], shape, field=f"activations.data of {self.id}")
-            out.setdefault(row["site"], []).append((row["start"], row["dtype"], data))
+            out.setdefault(row["site"], []).append((row["start"], row["dtype"], data[:left]))
         return out
 
     @cached_property
     def annotations(self) -> dict[str, float | str]:
-        """Late facts by name: rewards, advantages, filters; the last one written counts."""
-        rows = sorted(self.tape.fragments("annotations", self.key), key=lambda r: int(r["t_ns"]))
+        """Late facts by name: rewards, advantages, filters; the last one written counts.
+
+        Also those that were written under the id that the caller knows, see `rolltape.store.late`.
+        """
+        rows = list(self.tape.fragments("annotations", self.key))
+        for alias in aliases(self.key, self.info["external"]):
+            for row in self.tape.fragments("annotations", alias):
+                if self.key in meant_by(alias, row["name"], self.tape.externals)[0]:
+                    rows.append(row)
+        rows.sort(key=lambda row: int(row["t_ns"]))
         return {r["name"]: r["text"] if r["number"] is None else r["number"] for r in rows}
 
     @cached_property
@@ -305,17 +329,23 @@ class Tape(FlatTable, Folder):
         return str(parent) if parent else None
 
     @cached_property
+    def processes(self) -> list[dict[str, Any]]:
+        """The `engines` rows, one a process and engine, JSON columns decoded."""
+        return read_processes(self.rows("engines"))
+
+    @cached_property
     def engines(self) -> dict[str, dict[str, Any]]:
-        """`engines` rows by engine id, JSON columns decoded."""
-        out: dict[str, dict[str, Any]] = {}
-        for row in self.rows("engines"):
-            for name in ("ranks", "requested", "effective", "versions"):
-                row[name] = json.loads(row[name]) if row[name] else {}
-            out.setdefault(row["engine"], row)
-        return out
+        """What each engine is, by engine id: the rows of its processes in one.
+
+        Where they disagree, `disagreements` says so; see `rolltape.store.processes`.
+        """
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for row in self.processes:
+            rows.setdefault(row["engine"], []).append(row)
+        return {engine: merge_processes(mine) for engine, mine in rows.items()}
 
     def engine(self, engine: str) -> dict[str, Any]:
-        """The `engines` row of an engine; an empty dict if it never wrote one."""
+        """The merged `engines` row of an engine; an empty dict if it never wrote one."""
         return self.engines.get(engine, {})
 
     @cached_property
@@ -324,35 +354,35 @@ class Tape(FlatTable, Folder):
         return Index(self)
 
     @cached_property
-    def sequence_rows(self) -> dict[Key, tuple[int, int | None]]:
-        """Per key the row of `sequences` that counts, and when the sequence was opened."""
-        table = self.table("sequences")
-        latest: dict[Key, tuple[int, int | None]] = {}
-        found = rows_of(table, (*KEY_COLUMNS, "finish", "opened_ns"))
-        for row, (*parts, finish, opened) in enumerate(found):
-            key = Key(*parts)
-            before = latest.get(key)
-            # a closing row wins over an opening one, whatever the order of the shards
-            if before is None or finish != "open":
-                was = None if before is None else before[1]
-                latest[key] = (row, was if opened is None else opened)
-            elif before[1] is None:
-                latest[key] = (before[0], opened)
-        times = [opened or 0 for _, opened in latest.values()]
-        if all(a <= b for a, b in itertools.pairwise(times)):
-            return latest
-        return dict(sorted(latest.items(), key=lambda item: item[1][1] or 0))
+    def _lives(self) -> tuple[dict[Key, int], pa.Table]:
+        return join_lives(self.table("sequences"))
+
+    @property
+    def sequence_rows(self) -> dict[Key, int]:
+        """Per key its row of `facts`, in the order in which the sequences were opened."""
+        return self._lives[0]
+
+    @cached_property
+    def facts(self) -> pa.Table:
+        """A row a sequence with the schema of `sequences`: its rows joined, annotations over it."""
+        keys, facts = self._lives
+        said = overrides(self, self.externals)
+        return overridden(facts, {keys[key]: v for key, v in said.items() if key in keys})
+
+    @cached_property
+    def externals(self) -> dict[str, list[Key]]:
+        """The sequences of each request id that a caller knows them by."""
+        keys, facts = self._lives
+        return by_external(list(keys), facts.column("external"))
 
     def info(self, key: Key) -> dict[str, Any]:
-        """The `sequences` row of a sequence, `sampling` as a dict."""
-        row, opened = self.sequence_rows[key]
-        info: dict[str, Any] = self.table("sequences").slice(row, 1).to_pylist()[0]
-        info["opened_ns"] = opened
+        """The facts of a sequence, `sampling` as a dict."""
+        info: dict[str, Any] = self.facts.slice(self.sequence_rows[key], 1).to_pylist()[0]
         info["sampling"] = json.loads(info["sampling"]) if info["sampling"] else {}
         return info
 
     @cached_property
-    def _lengths(self) -> dict[Key, tuple[int, bool]]:
+    def lengths(self) -> dict[Key, tuple[int, bool]]:
         """Positions of each sequence, and whether that is final."""
         known = self.index.lengths
         orphans = [key for key in known if key not in self.sequence_rows]
@@ -361,10 +391,10 @@ class Tape(FlatTable, Folder):
                 f"{self.place}/tokens: {len(orphans)} sequences have no row in the sequences "
                 f"table, the first is {orphans[0].id}; they are left out"
             )
-        table = self.table("sequences").select(["length", "prompt_len"])
-        lengths, prompts = (column.to_pylist() for column in table.columns)
+        facts = self._lives[1].select(["length", "prompt_len"])
+        lengths, prompts = (column.to_pylist() for column in facts.columns)
         out = {}
-        for key, (row, _) in self.sequence_rows.items():
+        for key, row in self.sequence_rows.items():
             length = lengths[row]
             if length is None:
                 out[key] = max(known.get(key, 0), prompts[row]), False
@@ -374,7 +404,7 @@ class Tape(FlatTable, Folder):
 
     def _sequence(self, key: Key) -> Sequence:
         # new each time: a sequence keeps what it has read
-        length, closed = self._lengths[key]
+        length, closed = self.lengths[key]
         return Sequence(self, key, length, (0, length), closed)
 
     def rollups(self) -> pa.Table:
@@ -395,7 +425,7 @@ class Tape(FlatTable, Folder):
         return len(self.sequence_rows)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return map(self._sequence, self._lengths)
+        return map(self._sequence, self.lengths)
 
     def keys(self) -> list[Key]:
         """Keys of all sequences, in the order they were opened."""
@@ -406,18 +436,19 @@ class Tape(FlatTable, Folder):
         return {key.id: key for key in self.sequence_rows}
 
     def sequence(self, which: str | Key) -> Sequence:
-        """One sequence by its key, its id, or the part of the id after the engine.
+        """One sequence by its key, its id, the part of the id after the engine, or `external`.
 
         Raises:
             UsageError: none, or more than one, has that name.
         """
         if isinstance(which, Key):
-            if which in self._lengths:
+            if which in self.lengths:
                 return self._sequence(which)
             raise UsageError(f"{self.place} has no sequence {which.id}")
         if which in self._by_id:
             return self._sequence(self._by_id[which])
         found = [key for id_, key in self._by_id.items() if id_.partition(".")[2] == which]
+        found = found or self.externals.get(which, [])
         if len(found) == 1:
             return self._sequence(found[0])
         problem = f"{len(found)} sequences named" if found else "no sequence"
@@ -546,34 +577,3 @@ def _reaches(fragment: Fragment, span: tuple[int, int]) -> bool:
         return True
     start = fragment["start"]
     return bool(start < span[1] and start + fragment["n"] > span[0])
-
-
-def _place(
-    out: Masked,
-    begin: int,
-    fragment: Fragment,
-    cell: np.ndarray | Masked,
-    *,
-    limit: int,
-    where: str,
-) -> None:
-    """Put a column of a fragment into what covers the positions from `begin`."""
-    values, valid = (
-        (cell.values, cell.valid) if isinstance(cell, Masked) else (cell, np.ones(len(cell), bool))
-    )
-    start, end = fragment["start"], fragment["start"] + len(values)
-    if len(values) != fragment["n"]:
-        raise SchemaError(f"{where} has {len(values)} values at {start}, n is {fragment['n']}")
-    if start < 0 or end > limit:
-        raise SchemaError(f"{where} covers [{start}, {end}) of a sequence of {limit} tokens")
-    low, high = max(start, begin), min(end, begin + len(out))
-    if low >= high:
-        return
-    inner, outer = slice(low - start, high - start), slice(low - begin, high - begin)
-    fresh = valid[inner] & ~out.valid[outer]
-    if fresh.all():
-        out.values[outer] = values[inner]
-        out.valid[outer] = True
-    else:
-        out.values[outer][fresh] = values[inner][fresh]
-        out.valid[outer] |= fresh

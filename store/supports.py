@@ -36,16 +36,13 @@ class Supports:
         return self.ids[self.offsets[position] : self.offsets[position + 1]]
 
 
-def join_supports(
-    rows: Sequence[Mapping[str, Any]], span: tuple[int, int], name: str, *, length: int
-) -> Supports:
-    """Kept sets over the positions of a span.
+def join_supports(rows: Sequence[Mapping[str, Any]], span: tuple[int, int], name: str) -> Supports:
+    """Kept sets over the positions of a span; what reaches beyond it is cut.
 
     Args:
         rows: rows of `supports` of one sequence, in written order.
         span: first position, and one behind the last.
         name: of the sequence, for messages.
-        length: tokens of the whole sequence.
 
     Raises:
         SchemaError: fragments that do not fit.
@@ -63,8 +60,8 @@ def join_supports(
         sizes = np.asarray(row["counts"], np.int64)
         if len(states) != n or len(sizes) != n or (sizes < 0).any():
             raise SchemaError(f"{where}: state, counts and ids do not belong together")
-        if start < 0 or start + n > length:
-            raise SchemaError(f"{where}: {n} positions in a sequence of {length} tokens")
+        if start < 0:
+            raise SchemaError(f"{where}: there is no such position")
         ids = _ids(row, sizes, where)
         low, high = max(start, begin), min(start + n, end)
         if low < high:

@@ -128,7 +128,8 @@ def tapes(draw: st.DrawFn, *, experts: int | None = None) -> Made:
             length = draw(st.sampled_from([0, 1, 2, 3, 9, 24]))
             prompt = draw(st.integers(0, length))
         life = draw(st.sampled_from(["closed", "closed", "open", "orphan"])) if i else "closed"
-        _sequence(made, rng, key, length, prompt, life, i)
+        short = draw(st.sampled_from([0, 0, 0, 1, 4]))  # an engine that ran on behind the end
+        _sequence(made, rng, key, max(prompt, length - short), prompt, life, i)
         _content(made, rng, key, (length, prompt, life), model, share=share)
     made.rows.append(("steps", {"engine": ENGINE, "step": 0, "kind": "decode"}))
     made.rows.append(
@@ -292,7 +293,10 @@ def _tokens(rng: np.random.Generator, key: Key, start: int, n: int, prompt: int)
 def _routes(
     rng: np.random.Generator, key: Key, start: int, n: int, role: str, model: _Model
 ) -> dict[str, Any]:
-    shape = (n, len(model.layers), model.k)
+    layers = list(model.layers)
+    if rng.random() < 0.1:  # of one stage of a pipeline
+        layers = [layer for layer in layers if rng.random() < 0.5]
+    shape = (n, len(layers), model.k)
     ids = rng.integers(0, model.experts, shape)
     if rng.random() < 0.7 and model.k <= model.experts <= 256:
         ids = np.argsort(rng.random((*shape[:2], model.experts)), axis=2)[..., : model.k]
@@ -309,7 +313,7 @@ def _routes(
         "role": role,
         "step": int(rng.integers(0, 9)),
         "weight_version": int(rng.integers(0, 2)),
-        "layers": list(model.layers),
+        "layers": layers,
         "k": model.k,
         "num_experts": model.experts,
         "encoding": "plain",

@@ -28,7 +28,7 @@ def expected(made: Made, key: Key) -> dict[str, Any]:
     out: dict[str, Any] = {"length": length}
     for column in ("ids", "loss_mask", *LOGPROBS):
         out[column] = _column(made.of("tokens", key), column, length)
-    out["semantics"] = _positions(made.of("tokens", key))
+    out["semantics"] = _positions(made.of("tokens", key), length)
     for role in ("used", "live"):
         rows = [r for r in made.of("routes", key) if r["role"] == role]
         out[role] = _routes(rows, length) if rows else None
@@ -37,7 +37,11 @@ def expected(made: Made, key: Key) -> dict[str, Any]:
     distributions = made.of("distributions", key)
     out["distributions"] = _distributions(distributions, length) if distributions else None
     spans = sorted(made.of("activations", key), key=lambda r: r["start"])
-    out["activations"] = [(r["start"], r["dtype"], _bits(r["_data"])) for r in spans]
+    out["activations"] = [
+        (r["start"], r["dtype"], _bits(r["_data"][: max(0, length - r["start"])]))
+        for r in spans
+        if r["start"] < length or not r["n"]
+    ]
     notes = sorted(made.of("annotations", key), key=lambda r: r["t_ns"])
     out["annotations"] = {
         r["name"]: r["text"] if r["number"] is None else np.float64(r["number"]).tobytes()
@@ -55,7 +59,8 @@ def read(sequence: Sequence) -> dict[str, Any]:
     out["loss_mask"] = _list(sequence.loss_mask)
     out |= {name: _list(sequence.logprob(name)) for name in LOGPROBS}
     out["semantics"] = _positions(
-        [{"start": s, "n": n, "semantics": said} for s, n, said in sequence.semantics]
+        [{"start": s, "n": n, "semantics": said} for s, n, said in sequence.semantics],
+        sequence.length,
     )
     for role in ("used", "live"):
         out[role] = read_routes(sequence, role)
@@ -79,7 +84,7 @@ def read(sequence: Sequence) -> dict[str, Any]:
             for p in range(len(found))
         ]
         spans = [{"start": s, "n": n, "semantics": said or {}} for s, n, said in found.semantics]
-        out["distributions"] = (rows, _positions(spans))
+        out["distributions"] = (rows, _positions(spans, len(found)))
     out["activations"] = [
         (start, dtype, _bits(data)) for start, dtype, data in sequence.activations().get("norm", [])
     ]
@@ -195,35 +200,39 @@ def _column(rows: list[dict[str, Any]], column: str, length: int) -> list[Any]:
     out: list[Any] = [None] * length
     for row in rows:
         if row[column] is not None:
-            for i, value in enumerate(_cell(row[column])):
+            for i, value in enumerate(_cell(row[column])[: max(0, length - row["start"])]):
                 if out[row["start"] + i] is None:
                     out[row["start"] + i] = value
     return out
 
 
-def _positions(rows: list[dict[str, Any]]) -> Counter[tuple[int, str]]:
+def _positions(rows: list[dict[str, Any]], length: int) -> Counter[tuple[int, str]]:
     """How often each thing is said of each position."""
     out: Counter[tuple[int, str]] = Counter()
     for row in rows:
         if row["semantics"] is not None:
             text = json.dumps(row["semantics"], sort_keys=True)
-            out.update((p, text) for p in range(row["start"], row["start"] + row["n"]))
+            end = min(row["start"] + row["n"], length)
+            out.update((p, text) for p in range(row["start"], end))
     return out
 
 
 def _routes(rows: list[dict[str, Any]], length: int) -> Any:
     layers = tuple(rows[0]["layers"])
+    if any(set(row["layers"]) - set(layers) for row in rows):
+        layers = tuple(sorted({layer for row in rows for layer in row["layers"]}))
     out: list[list[Any]] = [[None] * len(layers) for _ in range(length)]
     missing: list[tuple[Any, ...]] = []
-    for row in rows:
+    for row in sorted(rows, key=lambda r: r["step"]):
         missing += [tuple(e) for e in json.loads(row["missing"] or "[]")]
-        for i in range(row["n"]):
-            for at in range(len(layers)):
-                if not row["_valid"][i, at] or out[row["start"] + i][at] is not None:
+        for i in range(min(row["n"], length - row["start"])):
+            for column, layer in enumerate(row["layers"]):
+                at = layers.index(layer)
+                if not row["_valid"][i, column] or out[row["start"] + i][at] is not None:
                     continue
-                weights = None if row["_weights"] is None else _bits(row["_weights"][i, at])
-                margin = NAN if row["_margin"] is None else _bits(row["_margin"][i, at])
-                ids = row["_ids"][i, at].tolist()
+                weights = None if row["_weights"] is None else _bits(row["_weights"][i, column])
+                margin = NAN if row["_margin"] is None else _bits(row["_margin"][i, column])
+                ids = row["_ids"][i, column].tolist()
                 out[row["start"] + i][at] = (ids, weights, margin)
     said = [str((int(a), int(n), layer, str(why))) for a, n, layer, why in missing]
     return layers, out, sorted(said)
@@ -232,7 +241,7 @@ def _routes(rows: list[dict[str, Any]], length: int) -> Any:
 def _supports(rows: list[dict[str, Any]], length: int) -> Any:
     out: list[tuple[int, list[int]]] = [(SUPPORT_UNRECORDED, [])] * length
     for row in rows:
-        for i in range(row["n"]):
+        for i in range(min(row["n"], length - row["start"])):
             if out[row["start"] + i][0] == SUPPORT_UNRECORDED:
                 out[row["start"] + i] = (int(row["state"][i]), row["_sets"][i].tolist())
     return any(row["derived"] for row in rows), out
@@ -242,14 +251,14 @@ def _distributions(rows: list[dict[str, Any]], length: int) -> Any:
     out: list[Any] = [None] * length
     for row in rows:
         k, tail = row["k"], _cell(row["tail"])
-        for i in range(row["n"]):
+        for i in range(min(row["n"], length - row["start"])):
             if tail[i] is not None and out[row["start"] + i] is None:
                 part = slice(i * k, (i + 1) * k)
                 ids, logprobs = row["ids"][part].tolist(), _bits(row["logprobs"][part])
                 out[row["start"] + i] = (ids, logprobs, tail[i])
     # what nothing is said of is a statement too
     said = [{**row, "semantics": row["semantics"] or {}} for row in rows]
-    return out, _positions(said)
+    return out, _positions(said, length)
 
 
 def _produced(rows: list[dict[str, Any]], column: str, length: int, prompt: int) -> list[Any]:

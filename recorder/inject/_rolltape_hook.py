@@ -19,7 +19,25 @@ if TYPE_CHECKING:
     from typing import Any
 
 #: module of an engine -> "module:function", called once that module has been executed.
-HOOKS = {"transformers.generation.utils": "rolltape.recorder.transformers:bind"}
+HOOKS = {
+    "flashinfer.autotuner": "rolltape.recorder.tactics.bind:bind",
+    "ray._private.worker": "rolltape.recorder.ray:bind",
+    "sglang.srt.managers.tokenizer_manager": "rolltape.recorder.sglang.adapter:bind",
+    "tensorrt_llm._torch.autotuner": "rolltape.recorder.tactics.bind:bind",
+    "torch._inductor.select_algorithm": "rolltape.recorder.tactics.bind:bind",
+    "transformers.generation.utils": "rolltape.recorder.transformers:bind",
+    "triton.runtime.autotuner": "rolltape.recorder.tactics.bind:bind",
+    "trl.trainer.grpo_trainer": "rolltape.recorder.trl:bind",
+    "vllm.config.vllm": "rolltape.recorder.vllm.identity:bind",
+    "vllm.v1.engine.async_llm": "rolltape.recorder.vllm.frontend:bind_engine",
+    "vllm.v1.engine.core": "rolltape.recorder.vllm.core:bind",
+    "vllm.v1.engine.llm_engine": "rolltape.recorder.vllm.frontend:bind_engine",
+    "vllm.v1.engine.output_processor": "rolltape.recorder.vllm.frontend:bind",
+    "vllm.v1.worker.cpu_model_runner": "rolltape.recorder.vllm.worker:bind_cpu",
+    "vllm.v1.worker.gpu.model_runner": "rolltape.recorder.vllm.worker_v2:bind",
+    "vllm.v1.worker.gpu_model_runner": "rolltape.recorder.vllm.worker:bind",
+    "vllm.v1.worker.worker_base": "rolltape.recorder.vllm.worker:bind_worker",
+}
 
 _started = False
 _said: "set[str]" = set()
@@ -30,6 +48,8 @@ def start() -> None:
     global _started
     if not _started:
         _started = True
+        if os.environ.get("ROLLTAPE_JOINED_PATH"):
+            _mend_path()
         _leave_heartbeat()
         watch(HOOKS)
 
@@ -136,6 +156,22 @@ def _call(target: str) -> None:
         _say_once(target, text)
         if os.environ.get("ROLLTAPE_STRICT") == "1":
             raise RuntimeError("rolltape: " + text) from error
+
+
+def _mend_path() -> None:
+    """Take the working folder out of the path again, if only an empty entry put it there.
+
+    Ray joins our folder and the PYTHONPATH of the worker's machine, and cannot leave out the
+    separator where that has none.
+    """
+    here = os.path.dirname(os.path.abspath(__file__))
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if entries != [here, ""]:
+        return
+    os.environ["PYTHONPATH"] = here
+    after = [i + 1 for i, entry in enumerate(sys.path[:-1]) if entry == here]
+    if after and sys.path[after[0]] == os.getcwd():
+        del sys.path[after[0]]
 
 
 def _mend_package(name: str) -> None:

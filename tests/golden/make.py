@@ -33,6 +33,8 @@ def write(root: Path) -> None:
                 "writer": "f" * 32,
                 "role": "rollout",
                 "adapter": "transformers",
+                "process": "worker",
+                "ranks": json.dumps({"tp": [0, 1]}),
                 "vocab_size": 70_000,
                 "num_layers": 4,
                 "moe_layers": [[1, 3]],
@@ -40,6 +42,22 @@ def write(root: Path) -> None:
                 "experts_per_token": 2,
                 "effective": json.dumps({"attention": "sdpa"}),
             },
+        )
+        writer.append(
+            "engines",
+            {
+                "engine": ENGINE,
+                "writer": "e" * 32,
+                "role": "rollout",
+                "adapter": "transformers",
+                "process": "frontend",
+                "requested": json.dumps({"attention": "eager"}),
+                "effective": json.dumps({"attention": "eager", "threads": 2}),
+            },
+        )
+        writer.append(
+            "sequences",
+            {**key, "external": "chat-7", "prompt_len": 1, "finish": "open"},
         )
         writer.append(
             "sequences",
@@ -144,7 +162,31 @@ def write(root: Path) -> None:
         )
         writer.append(
             "weights",
-            {"engine": ENGINE, "version": 4, "state": "complete", "group": "", "digest": 2**64 - 1},
+            {
+                "engine": ENGINE,
+                "version": [4, 5],
+                "state": ["complete", "dirty"],
+                "group": ["", "experts"],
+                "digest": [2**64 - 1, None],
+                "label": ["step-100", None],
+                "reason": [None, "repacked by the engine"],
+            },
+        )
+        writer.append(
+            "tactics",
+            {
+                "engine": [ENGINE, ""],
+                "writer": "f" * 32,
+                "t_ns": 1,
+                "tuner": ["flashinfer", "cublaslt"],
+                "op": ["fused_moe", "gemm"],
+                "key": '{"m": 8}',
+                "source": ["chosen", "unrecorded"],
+                "implementation": ["MoERunner", None],
+                "tactic": ["(3, 1)", None],
+                "time_ms": [0.5, None],
+                "reason": [None, "the library does not say"],
+            },
         )
         writer.append(
             "activations",
@@ -188,6 +230,18 @@ def write(root: Path) -> None:
                 "name": ["reward", "filter", "reward"],
                 "number": [0.0, None, -1.5],
                 "text": [None, "too long", None],
+            },
+        )
+        late = {"engine": "", "pass": 0, "t_ns": [4, 5, 6]}
+        writer.append(
+            "annotations",
+            {
+                **late,
+                "request": ["chat-7", "chat-7", "chat-8"],
+                "sample": [-1, 1, -1],
+                "name": ["group", "advantage", "reward"],
+                "number": [None, 0.75, 1.0],
+                "text": ["prompt-7", None, None],
             },
         )
         writer.append(

@@ -249,7 +249,7 @@ def test_contents_that_do_not_join_are_named_and_left(tmp_path: Path) -> None:
         key = store.open(tape).sequence("0-0.0").key
         writer.append(
             "tokens",
-            {"engine": key.engine, "request": key.request, "sample": 0, "pass": 0, "start": 900}
+            {"engine": key.engine, "request": key.request, "sample": 0, "pass": 0, "start": -9}
             | {"n": 1, "ids": [[1]]},
         )
     checked = fsck(tape, repair=True)

@@ -26,6 +26,7 @@ from rolltape.recorder.cli import record
 from rolltape.recorder.injection import INJECT, prepended
 from rolltape.recorder.launch import _Bounded, with_python
 from rolltape.recorder.output import default_output, expand, prepare_output, short_name
+from rolltape.recorder.settings import FLAGS
 from rolltape.recorder.summary import summarize
 from rolltape.store.places import LocalPlace
 
@@ -688,7 +689,7 @@ def test_append_adds_a_part_and_keeps_the_history(job: Jobs) -> None:
 @pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
-    for name in [n for n in os.environ if n.startswith("ROLLTAPE_")]:
+    for name in [n for n in os.environ if n.startswith("ROLLTAPE_") or n in FLAGS]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
 
@@ -715,6 +716,7 @@ def test_print_env_shows_the_variables_and_starts_nothing(invoke: Any, tmp_path:
         "ROLLTAPE_FSYNC": "0",
         "ROLLTAPE_STRICT": "0",
         "ROLLTAPE_TOP_LOGPROBS": "0",
+        "ROLLTAPE_PROFILE_KERNELS": "0",
         "ROLLTAPE_MAX_BYTES": "0",
         "ROLLTAPE_PACKAGE": str(rolltape.__file__),
     }
@@ -729,12 +731,22 @@ def test_options_become_variables(invoke: Any) -> None:
         "ROLLTAPE_LEVEL": "layers",
         "ROLLTAPE_LAYERS": "3",
         "ROLLTAPE_TOP_LOGPROBS": "0",
+        "ROLLTAPE_PROFILE_KERNELS": "0",
         "ROLLTAPE_MAX_BYTES": "0",
         "ROLLTAPE_ON_FULL": "block",
         "ROLLTAPE_QUEUE_MB": "8",
         "ROLLTAPE_FSYNC": "1",
         "ROLLTAPE_STRICT": "1",
     }
+
+
+def test_flags_that_change_numbers_are_told_to_every_process(
+    invoke: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_DETERMINISTIC", "true")
+    found = variables(invoke("--print-env", "-o", "t", "--sample-rate", "0.5", "--steps", "2:4"))
+    assert found["ROLLTAPE_LAUNCH_ENV"] == '{"FORCE_DETERMINISTIC": "true"}'
+    assert (found["ROLLTAPE_SAMPLE_RATE"], found["ROLLTAPE_STEPS"]) == ("0.5", "2:4")
 
 
 def test_the_command_line_outranks_the_environment(

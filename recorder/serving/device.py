@@ -1,0 +1,97 @@
+"""Off the device without making it wait: buffers that graphs write into, and copies beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+class RouteBuffer:
+    """Expert ids of one step, written by hooks that a graph may hold.
+
+    Args:
+        tokens: most tokens of a step, padding included.
+        layers: MoE layers.
+        k: experts a token.
+        device: where the model is.
+
+    The buffer has one address for ever, so what a CUDA graph or a compiled module has captured
+    goes on writing to it. Between steps it holds -1: a layer that shows no route leaves that.
+    """
+
+    def __init__(self, tokens: int, layers: int, k: int, device: torch.device) -> None:
+        # a tensor made in inference mode could not be written to outside of it
+        with torch.inference_mode(False):
+            self.ids = torch.full((tokens, layers, k), -1, dtype=torch.int16, device=device)
+
+    def hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """What is called with the ids [rows, k] of one layer; no host state is asked."""
+        ids = self.ids
+
+        def write(topk_ids: torch.Tensor) -> None:
+            ids[: topk_ids.shape[0], index].copy_(topk_ids[:, : ids.shape[2]])
+
+        return write
+
+    def take(self, tokens: int) -> torch.Tensor:
+        """The first rows [tokens, layers, k] as a copy; the buffer is empty afterwards."""
+        with torch.inference_mode():
+            used = self.ids[:tokens]
+            taken = used.clone()
+            used.fill_(-1)
+        return taken
+
+
+class Outlet:
+    """Copies device tensors to the host on a stream of its own.
+
+    Args:
+        device: where they are; on a CPU they are only cloned.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def send(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Any]:
+        """Start the copies.
+
+        Args:
+            tensors: nobody may write to them afterwards.
+
+        Returns:
+            Host tensors and an event to wait for before reading them, None if they are there.
+        """
+        if self._stream is None:
+            return {name: tensor.detach().clone() for name, tensor in tensors.items()}, None
+        groups: dict[int, list[str]] = {}
+        for name, tensor in tensors.items():
+            groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+        out: dict[str, torch.Tensor] = {}
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for names in groups.values():
+                out |= _copied({name: tensors[name] for name in names}, self._stream)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return out, done
+
+
+def _copied(tensors: Mapping[str, torch.Tensor], stream: Any) -> dict[str, torch.Tensor]:
+    """Host copies of tensors of one storage: of several the storage, in one copy."""
+    first = next(iter(tensors.values()))
+    first.record_stream(stream)
+    if len(tensors) == 1:
+        host = torch.empty(first.shape, dtype=first.dtype, pin_memory=True)
+        return {name: host.copy_(first, non_blocking=True) for name in tensors}
+    storage = first.untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
+    host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=True)
+    host.copy_(whole, non_blocking=True)
+    return {
+        name: torch.empty(0, dtype=t.dtype).set_(
+            host.untyped_storage(), t.storage_offset(), t.shape, t.stride()
+        )
+        for name, t in tensors.items()
+    }

@@ -1,0 +1,97 @@
+"""What is kept of the distribution that a token was drawn from, whatever the device."""
+
+from __future__ import annotations
+
+import torch
+
+#: Kept sets up to this size travel as lists of ids, larger ones as bitmaps.
+MOST_LISTED = 256
+
+
+def measure(
+    *,
+    token: torch.Tensor,
+    raw: torch.Tensor | None,
+    masked: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    top_k: int,
+) -> dict[str, torch.Tensor]:
+    """Logprobs of the drawn tokens and the kept sets of their rows; the host does not wait.
+
+    Args:
+        token: integers [rows] or [rows, 1], the token drawn in each row.
+        raw: [rows, V] logits as the model gave them; None if their logprobs are known already.
+        masked: [rows, V] logits after truncation, -inf outside the kept set; None if nothing was
+            cut.
+        temperature: float32 [rows] what logits are divided by; None if all are 1.
+        top_k: most ids that truncation keeps in any row; 0 if that is not bounded.
+
+    Returns:
+        Tensors as in `rolltape.recorder.serving.batch.Step.values`. `raw` is
+        log_softmax(raw)[token], `scaled` log_softmax(raw / temperature)[token], `processed`
+        log_softmax(masked)[token], all in float32.
+    """
+    if raw is None and masked is None:
+        return {}
+    # a tie at the threshold may let in a few more
+    most = -(-(top_k + 16) // 32) * 32 if 0 < top_k <= MOST_LISTED else 0
+    if token.is_cuda and _triton():
+        from rolltape.recorder.serving import kernels
+
+        found = kernels.measure(
+            token=token, raw=raw, masked=masked, temperature=temperature, most=most
+        )
+    else:
+        found = _plain(token.reshape(len(token), -1)[:, :1].long(), raw, masked, temperature, most)
+    if masked is not None and not most:
+        found["bitmap"] = pack(masked)
+        found.pop("kept_n", None)
+    return found
+
+
+def _triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _plain(
+    token: torch.Tensor,
+    raw: torch.Tensor | None,
+    masked: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    most: int,
+) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    if raw is not None:
+        found["raw"] = _of(raw, token)
+        if temperature is not None:
+            found["scaled"] = _of(raw.float() / temperature[:, None], token)
+    if masked is not None:
+        found["processed"] = _of(masked, token)
+        if most:
+            kept = masked > -torch.inf
+            found["kept_n"] = kept.sum(-1, dtype=torch.int32)
+            width = masked.shape[-1]
+            column = torch.arange(width, dtype=torch.int32, device=masked.device)
+            # the ids that are kept in front, ascending, and the others behind
+            first = torch.where(kept, column, width).sort(-1).values[:, :most]
+            lists = torch.zeros((len(masked), most), dtype=torch.int32, device=masked.device)
+            lists[:, : first.shape[1]] = torch.where(first < width, first, 0)
+            found["kept"] = lists
+    return found
+
+
+def _of(logits: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """float32 [rows] log_softmax(logits)[token]."""
+    return logits.log_softmax(-1, dtype=torch.float32).gather(-1, token)[:, 0]
+
+
+def pack(masked: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, ceil(V / 8)] bitmap of what is above -inf, bit 0 first."""
+    kept = masked > -torch.inf
+    kept = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % 8))
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=masked.device)
+    return (kept.view(len(kept), -1, 8) * weights).sum(-1, dtype=torch.uint8)

@@ -1,0 +1,21 @@
+"""vLLM: what each process of an engine records.
+
+The front end knows requests, samples and how they end; a worker knows what ran, with which
+routes, and what was drawn. Both name a row by the request id that the engine uses inside.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: vLLM calls it in every process of an engine.
+
+    It does nothing unless a recording was asked for. Processes that the import hook reached are
+    being watched already; this is for those it did not, such as actors of a running cluster.
+    """
+    if os.environ.get("ROLLTAPE_TAPE"):
+        from rolltape.recorder.inject import _rolltape_hook
+
+        _rolltape_hook.start()

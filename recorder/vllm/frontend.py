@@ -1,0 +1,212 @@
+"""The front end of a vLLM engine: requests, samples, groups, and how sequences end.
+
+`LLM`, `AsyncLLM` and the OpenAI server all go through `OutputProcessor`. Only it knows the ids that
+callers use, which samples belong together, and where a stop string cut the response.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import wrapt
+
+from rolltape.recorder.gating import prompt_key, wants
+from rolltape.recorder.rows import engine_job
+from rolltape.recorder.session import Session, recording
+from rolltape.recorder.vllm.identity import engine_of, request_of
+from rolltape.recorder.vllm.sampling import recorded, settings
+from rolltape.store import TapeWriter, token_digest
+
+_ENGINE = "_rolltape_engine"
+_patches: list[tuple[Any, str, Any]] = []
+
+
+def bind() -> bool:
+    """Patch the output processor; called once its module has been imported."""
+    if any(name == "add_request" for _, name, _ in _patches):
+        return False
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    _patch(OutputProcessor, "add_request", _around_add)
+    _patch(OutputProcessor, "process_outputs", _around_outputs)
+    _patch(OutputProcessor, "abort_requests", _around_abort)
+    return True
+
+
+def bind_engine() -> bool:
+    """Patch the two front ends, which know the engine that an output processor serves."""
+    import sys
+
+    bound = False
+    for module, name in (
+        ("vllm.v1.engine.llm_engine", "LLMEngine"),
+        ("vllm.v1.engine.async_llm", "AsyncLLM"),
+    ):
+        owner = getattr(sys.modules.get(module), name, None)
+        if owner is not None and not isinstance(owner.__init__, wrapt.FunctionWrapper):
+            _patch(owner, "__init__", _around_engine)
+            bound = True
+    return bound
+
+
+def unbind() -> None:
+    """Undo `bind` and `bind_engine`."""
+    while _patches:
+        owner, name, original = _patches.pop()
+        setattr(owner, name, original)
+
+
+def _patch(owner: Any, name: str, around: Any) -> None:
+    original = owner.__dict__[name]
+    _patches.append((owner, name, original))
+    setattr(owner, name, wrapt.FunctionWrapper(original, around))
+
+
+def _around_engine(wrapped: Any, front: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    session = recording()
+    if session is not None:
+        session.safely("vllm.frontend", _name_engine, session, front)
+    return result
+
+
+def _name_engine(session: Session, front: Any) -> None:
+    config = front.vllm_config
+    engine = engine_of(config)
+    setattr(front.output_processor, _ENGINE, engine)
+    facts = {"process": "frontend", "model": str(config.model_config.model)}
+    job = engine_job(engine, "rollout", "vllm", facts)
+    session.put(job, nbytes=4096, gap={"engine": engine, "detail": {"table": "engines"}})
+
+
+def _around_add(wrapped: Any, processor: Any, args: Any, kwargs: Any) -> Any:
+    session, engine = recording(), getattr(processor, _ENGINE, None)
+    if session is None or engine is None:
+        return wrapped(*args, **kwargs)
+    request = args[0] if args else kwargs.get("request")
+    name = getattr(request, "request_id", None)
+    known = name in processor.request_states  # a streaming input adds to a request
+    result = wrapped(*args, **kwargs)
+    state = processor.request_states.get(name)
+    if state is not None and not known:
+        session.safely("vllm.open", _open, session, engine, state, request)
+    return result
+
+
+def _around_outputs(wrapped: Any, processor: Any, args: Any, kwargs: Any) -> Any:
+    session, engine = recording(), getattr(processor, _ENGINE, None)
+    if session is None or engine is None:
+        return wrapped(*args, **kwargs)
+    outputs = args[0] if args else kwargs.get("engine_core_outputs", ())
+    states = processor.request_states
+    # a finished request is gone from `request_states` afterwards
+    asked = [(output, states.get(output.request_id)) for output in outputs]
+    result = wrapped(*args, **kwargs)
+    ended = [(o, s) for o, s in asked if s is not None and o.request_id not in states]
+    if ended:
+        session.safely("vllm.close", _close_all, session, engine, ended)
+    return result
+
+
+def _around_abort(wrapped: Any, processor: Any, args: Any, kwargs: Any) -> Any:
+    session, engine = recording(), getattr(processor, _ENGINE, None)
+    if session is None or engine is None:
+        return wrapped(*args, **kwargs)
+    before = dict(processor.request_states)
+    result = wrapped(*args, **kwargs)
+    gone = [state for name, state in before.items() if name not in processor.request_states]
+    if gone:
+        session.safely("vllm.close", _abort_all, session, engine, gone)
+    return result
+
+
+def _sequence(engine: str, state: Any) -> dict[str, Any]:
+    request, sample = request_of(state.request_id)
+    prompt = np.array(state.prompt_token_ids or [], np.uint32)
+    parent = state.parent_req
+    group = f"{engine[:8]}.{request}" if parent else "p" + token_digest(len(prompt), prompt)[:16]
+    return {
+        "engine": engine,
+        "request": request,
+        "sample": sample,
+        "pass": 0,
+        "group": group,
+        "group_derived": parent is None,
+        "external": parent.external_req_id if parent else state.external_req_id,
+        "prompt_len": len(prompt),
+    }
+
+
+def _wanted(session: Session, state: Any, params: Any) -> bool:
+    if params is None or not state.prompt_token_ids or not recorded(params):
+        return False
+    return wants(prompt_key(state.prompt_token_ids), session.options)
+
+
+def _open(session: Session, engine: str, state: Any, request: Any) -> None:
+    params = getattr(request, "sampling_params", None)
+    if not _wanted(session, state, params):
+        return
+    row = _sequence(engine, state)
+    state._rolltape = json.dumps(settings(params))
+    row.update(finish="open", opened_ns=time.time_ns(), sampling=state._rolltape)
+    _put(session, [row])
+
+
+def _close_all(session: Session, engine: str, ended: list[tuple[Any, Any]]) -> None:
+    rows = []
+    for output, state in ended:
+        if (sampling := getattr(state, "_rolltape", None)) is None:
+            continue
+        reason = getattr(output, "finish_reason", None)
+        # none: the detokenizer found a stop string that the engine core knows nothing of
+        finish = "stop" if reason is None else str(reason)
+        rows.append(_closing(engine, state, sampling, finish))
+    _put(session, rows)
+
+
+def _abort_all(session: Session, engine: str, gone: list[Any]) -> None:
+    rows = []
+    for state in gone:
+        if (sampling := getattr(state, "_rolltape", None)) is not None:
+            rows.append(_closing(engine, state, sampling, "abort"))
+    _put(session, rows)
+    for row in rows:
+        detail = {"tokens": row["length"] - row["prompt_len"]}
+        session.event(
+            "abort", engine=engine, request=row["request"], sample=row["sample"], detail=detail
+        )
+
+
+def _closing(engine: str, state: Any, sampling: str, finish: str) -> dict[str, Any]:
+    row = _sequence(engine, state)
+    prompt = np.array(state.prompt_token_ids, np.uint32)
+    response = np.array(state.detokenizer.output_token_ids, np.uint32)
+    return {
+        **row,
+        "sampling": sampling,
+        "finish": finish if finish in ("stop", "length", "abort") else "error",
+        "length": len(prompt) + len(response),
+        "digest": token_digest(len(prompt), np.concatenate([prompt, response])),
+        "closed_ns": time.time_ns(),
+    }
+
+
+def _put(session: Session, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+
+    def job(writer: TapeWriter) -> None:
+        writer.append("sequences", {name: [row[name] for row in rows] for name in rows[0]})
+
+    session.put(job, nbytes=512 * len(rows), gap=list(_gaps(rows)))
+
+
+def _gaps(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        key = {name: row[name] for name in ("engine", "request", "sample")}
+        yield {**key, "detail": {"table": "sequences"}}

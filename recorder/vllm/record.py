@@ -1,0 +1,446 @@
+"""The recording of one vLLM worker: lives, steps, blocks of steps; the same for both runners."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rolltape.recorder.digest import group_digests
+from rolltape.recorder.gating import in_steps, prompt_key, wants
+from rolltape.recorder.parts import parts_of_vllm
+from rolltape.recorder.rows import engine_job
+from rolltape.recorder.serving.batch import Life, Roster, Rows, Step
+from rolltape.recorder.serving.device import Outlet, RouteBuffer
+from rolltape.recorder.serving.distribution import measure
+from rolltape.recorder.serving.prefix import Prefix
+from rolltape.recorder.serving.scribe import Scribe
+from rolltape.recorder.session import Session
+from rolltape.recorder.settings import record_settings
+from rolltape.recorder.top import check_top, top_logprobs
+from rolltape.recorder.vllm.facts import Moe, find_moe, worker_facts
+from rolltape.recorder.vllm.identity import engine_of, request_of
+from rolltape.recorder.vllm.sampling import read_sampling, recorded
+from rolltape.recorder.weights import Versions
+
+#: A block is handed over after this long, this many steps or this many bytes.
+BLOCK_SECONDS = 1.0
+BLOCK_STEPS = 128
+BLOCK_BYTES = 32 << 20
+
+#: Steps of a data-parallel replica are numbered from its rank times this.
+REPLICA_STEPS = 1 << 40
+
+_routers: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+_binding = threading.Lock()
+
+
+def writes_routes(router: Any) -> Callable[[Any], None] | None:
+    """Our hook of a router, if it has one."""
+    return _routers.get(router)
+
+
+def recorder_of(session: Session, runner: Any) -> Recorder:
+    """The recorder of a runner whose model is loaded; made when first asked for."""
+    found: Recorder | None = getattr(runner, "_rolltape", None)
+    if found is None or found.session is not session:
+        with _binding:
+            found = Recorder(session, runner)
+            runner._rolltape = found
+    return found
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What is the same in every step with the same requests in the same rows.
+
+    Args:
+        lives: of each row.
+        masked: whether truncation or edits leave out ids in any row.
+        warm: whether any row divides by a temperature other than 1.
+        top_k: most ids of a kept set; 0 if that is not bounded in every row that cuts.
+    """
+
+    lives: list[Life]
+    masked: bool
+    warm: bool
+    top_k: int
+
+    @classmethod
+    def of(cls, lives: list[Life]) -> _Batch:
+        cutting = [r for r in lives if r.edits or (r.truncation and not r.greedy)]
+        bounded = all(r.top_k > 0 and not r.edits for r in cutting)
+        return cls(
+            lives,
+            bool(cutting),
+            any(not r.greedy and r.temperature != 1.0 for r in lives),
+            max((r.top_k for r in cutting), default=0) if bounded else 0,
+        )
+
+
+class Recorder:
+    """Records one runner. Only the engine's own thread calls it, but for `tick`.
+
+    Args:
+        session: where to.
+        runner: of either kind, its model loaded.
+    """
+
+    def __init__(self, session: Session, runner: Any) -> None:
+        config = runner.vllm_config
+        parallel = config.parallel_config
+        model = runner.get_model()
+        self.session, self.engine = session, engine_of(config)
+        self.device: torch.device = runner.device
+        self.going = False  # between the schedule of a step and its end
+        self.wants_masked = False
+        self.padded: int | None = None
+        self.scheduled: Any = None
+        self._next = int(parallel.data_parallel_rank) * REPLICA_STEPS
+        self._pending: list[Step] = []
+        self._ended: list[Life] = []
+        self._bytes, self._since = 0, 0.0
+        self._lock = threading.Lock()
+        self._lives: dict[str, Life | None] = {}
+        self._rows: Rows | None = None
+        self._batch = _Batch.of([])
+        self._same: tuple[list[str], _Batch] | None = None
+        self._device_values: dict[str, torch.Tensor] = {}
+        self._raw: torch.Tensor | None = None
+        self._source = "recomputed"
+        self._vocab = 0
+        self._graph: str | None = None
+        self._t_ns = 0
+        self._outlet = Outlet(self.device)
+        moe = find_moe(model, config) if session.options.routes else Moe()
+        self._buffer = self._bind_routers(moe, runner)
+        cache = config.cache_config
+        shares = bool(cache.enable_prefix_caching)
+        self._size = int(cache.block_size) if shares else 0
+        self.roster = Roster(self._size)
+        facts, requested = worker_facts(runner, model, moe)
+        requested, facts["effective"] = record_settings(
+            session, self.engine, requested, facts["effective"]
+        )
+        self.scribe = Scribe(
+            engine=self.engine,
+            roster=self.roster,
+            layers=moe.layers if self._buffer is not None else (),
+            k=moe.k,
+            num_experts=moe.num_experts,
+            gap=moe.reason or "not-captured",
+            prefix=Prefix(self._size) if shares and self._buffer is not None else None,
+        )
+        self._columns = facts.pop("columns")
+        job = engine_job(self.engine, "rollout", "vllm", facts, requested)
+        session.put(job, nbytes=8192, gap={"engine": self.engine, "detail": {"table": "engines"}})
+        if moe.reason and moe.layers:
+            session.event("notice", engine=self.engine, detail={"reason": moe.reason})
+        wanted = session.options.top_logprobs
+        vocab = int(config.model_config.get_vocab_size())
+        self._top = session.safely("vllm.top_logprobs", check_top, wanted, vocab) if wanted else 0
+        self.versions = Versions(session, self.engine)
+        self._model = weakref.ref(model)
+        self._stale = True  # what is loaded has not been digested
+        self._watch_weights(model)
+        _recorders.add(self)
+        session.before_close.append(self.flush)
+        self._ticker = threading.Thread(target=_tick, args=(weakref.ref(self),), daemon=True)
+        self._ticker.start()
+
+    def _watch_weights(self, model: Any) -> None:
+        """Whatever way an update takes, it ends in `load_weights` of the model."""
+        original = model.load_weights
+
+        def load_weights(*args: Any, **kwargs: Any) -> Any:
+            self.guard("vllm.weights", self.versions.dirty, "load_weights")
+            self._stale = True
+            return original(*args, **kwargs)
+
+        model.load_weights = load_weights
+
+    def _complete_weights(self) -> None:
+        """The first step with weights that are new: they are all in place."""
+        self._stale = False
+        model = self._model()
+        digests = None
+        if model is None:
+            return
+        try:
+            from vllm.distributed.parallel_state import get_tp_group
+
+            tp = get_tp_group()
+            parts = parts_of_vllm(model, tp_rank=tp.rank_in_group, tp_size=tp.world_size)
+            digests = group_digests(parts)
+        except Exception as error:  # the version is new all the same, what it is unknown
+            self.session.fault("vllm.digest", error)
+        self.versions.complete(digests=digests, reason=None if digests else "not digested")
+
+    def _bind_routers(self, moe: Moe, runner: Any) -> RouteBuffer | None:
+        if not moe.layers or moe.reason:
+            return None
+        tokens = int(getattr(runner, "max_num_tokens", 0)) + 1024  # graphs are padded
+        buffer = RouteBuffer(tokens, len(moe.layers), moe.k, self.device)
+        for index, router in enumerate(moe.routers):
+            write = buffer.hook(index)
+            theirs = router.capture_fn
+            _routers[router] = write
+            router.set_capture_fn(theirs)  # ours is put behind it
+        return buffer
+
+    def guard(self, name: str, call: Callable[..., None], *args: Any) -> None:
+        """Call one of our own; a fault ends the recording of this step, never the step."""
+        before = self.session.faults.get(name, 0)
+        self.session.safely(name, call, *args)
+        if self.session.faults.get(name, 0) != before:
+            self._abandon(name)
+
+    def _abandon(self, name: str) -> None:
+        self.going = False
+        self._rows, self._device_values, self._raw = None, {}, None
+        detail = {"reason": f"{name} failed", "step": self._next}
+        self.session.event("gap", engine=self.engine, detail=detail)
+
+    @property
+    def lives(self) -> list[Life]:
+        """The requests of the step that is running, in row order."""
+        return self._batch.lives
+
+    # -- one step -------------------------------------------------------------------------
+
+    def schedule(self, scheduled: Any) -> None:
+        """A step is about to run: `SchedulerOutput`."""
+        if self.going:  # the last one was never sampled
+            self.finish()
+        self.scheduled = scheduled
+        for name in scheduled.finished_req_ids:
+            life = self._lives.pop(name, None)
+            if life is not None:
+                self._ended.append(life)
+        for new in scheduled.scheduled_new_reqs:
+            self._lives[new.req_id] = self._born(new)
+        if scheduled.finished_req_ids or scheduled.scheduled_new_reqs:
+            self._same = None
+        cached = scheduled.scheduled_cached_reqs
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if not self._size or (not blocks and name not in cached.resumed_req_ids):
+                continue
+            life = self._lives.get(name)
+            if life is None:
+                continue
+            if name in cached.resumed_req_ids:
+                life.blocks = list(blocks[0]) if blocks else []
+            elif blocks:
+                life.blocks.extend(blocks[0])
+        for name in getattr(scheduled, "preempted_req_ids", None) or ():
+            request, sample = request_of(name)
+            self.session.event(
+                "preempt", engine=self.engine, request=request, sample=sample, detail={}
+            )
+        self.going = bool(scheduled.total_num_scheduled_tokens)
+        if self.going and self._stale:
+            self._complete_weights()
+
+    def _born(self, new: Any) -> Life | None:
+        params, ids = new.sampling_params, new.prompt_token_ids
+        if params is None or ids is None:
+            reason = "pooling requests and prompts given as embeddings are not recorded"
+            self.session.event("gap", engine=self.engine, detail={"reason": reason})
+            return None
+        request, sample = request_of(new.req_id)
+        how = read_sampling(params)
+        options = self.session.options
+        # of several cache groups the first may be one of a sliding window
+        one_group = len(new.block_ids) == 1
+        return self.roster.add(
+            Life(
+                request=request,
+                sample=sample,
+                prompt=np.array(ids, np.uint32),
+                greedy=how.greedy,
+                temperature=how.temperature,
+                edits=how.edits,
+                truncation=how.truncation,
+                top_k=how.top_k,
+                wanted=recorded(params) and wants(prompt_key(ids), options),
+                blocks=list(new.block_ids[0]) if one_group else [],
+            )
+        )
+
+    def launch(
+        self, ids: Sequence[str], start: np.ndarray, n: np.ndarray, drafted: np.ndarray | None
+    ) -> None:
+        """The batch, in row order; called right before the model runs."""
+        if self._same is None or self._same[0] != ids:
+            lives = [self._lives.get(name) for name in ids]
+            known = [life for life in lives if life is not None]
+            if len(known) != len(lives):
+                self.going = False
+                return
+            self._same = (list(ids), _Batch.of(known))
+        self._batch = self._same[1]
+        self._rows = self.roster.place(self._batch.lives, start, n, drafted)
+        self._t_ns = time.time_ns()
+        self._graph = _graph()
+        self.wants_masked = self._batch.masked
+
+    def take_routes(self) -> None:
+        """The model ran: its routes are in the buffer."""
+        if self._rows is not None and self._buffer is not None:
+            self._device_values["routes"] = self._buffer.take(int(self._rows.n.sum()))
+
+    def before_sampling(self, logits: torch.Tensor | None, in_place: bool) -> None:
+        """Keep the logits as the model gave them.
+
+        Args:
+            logits: [rows, V].
+            in_place: whether the sampler may write to them where they are float32.
+        """
+        self._raw = None
+        if logits is None or self._rows is None or len(logits) != len(self._rows):
+            return
+        self._vocab = int(logits.shape[-1])
+        keep = in_place and logits.dtype == torch.float32
+        self._raw = logits.clone() if keep else logits
+
+    def sampled(
+        self,
+        token: torch.Tensor,
+        cut: torch.Tensor | None,
+        temperature: torch.Tensor | None,
+        own: torch.Tensor | None,
+        kind: str | None,
+    ) -> None:
+        """A token was drawn in every row.
+
+        Args:
+            token: integers [rows, 1 or more], -1 behind the accepted ones.
+            cut: [rows, V] logits after truncation, or None.
+            temperature: float [rows] as the sampler has it; None if all rows are greedy.
+            own: float32 [rows] logprobs that the engine returns.
+            kind: what they are: `raw` or `processed`.
+        """
+        rows, raw = self._rows, self._raw
+        if rows is None:
+            return
+        values = self._device_values
+        values["token"] = token
+        self._source = "recomputed"
+        if raw is None:  # drafts were verified: several rows of logits a request
+            return
+        scale = None
+        if self._batch.warm and temperature is not None:
+            scale = torch.where(temperature < 1e-5, 1.0, temperature).float()
+        if cut is not None and (cut.shape != raw.shape or not self.wants_masked):
+            cut = None
+        mine = None if kind == "raw" and scale is None else raw
+        values |= measure(
+            token=token, raw=mine, masked=cut, temperature=scale, top_k=self._batch.top_k
+        )
+        if own is not None and kind is not None:
+            values[kind] = own
+            self._source = "engine"
+        if self._top:
+            logprobs = raw.log_softmax(-1, dtype=torch.float32)
+            ids, best, tail = top_logprobs(logprobs, self._top)
+            values |= {"top_ids": ids.to(torch.int32), "top_logprobs": best, "tail": tail}
+
+    def scored(self, prompts: dict[str, Any]) -> None:
+        """Prompts that the engine has scored: name -> LogprobsTensors on the host, or None."""
+        for name, scores in prompts.items():
+            life = self._lives.get(name)
+            if life is not None and life.wanted and scores is not None:
+                logprobs = scores.logprobs[:, 0].float().cpu().numpy()
+                job = self.scribe.prompt_job(life, logprobs, self._vocab)
+                gap = {"engine": self.engine, "request": life.request, "sample": life.sample}
+                detail = {"reason": "logprobs of its prompt"}
+                self.session.put(job, nbytes=logprobs.nbytes, gap={**gap, "detail": detail})
+
+    def finish(self) -> None:
+        """The step is over; its tensors start on their way to the host."""
+        rows, values = self._rows, self._device_values
+        self.going, self._rows, self._device_values, self._raw = False, None, {}, None
+        number, self._next = self._next, self._next + 1
+        if rows is None or not in_steps(number % REPLICA_STEPS, self.session.options):
+            return
+        host, ready = self._outlet.send(values)
+        if "raw" in host:
+            host.setdefault("scaled", host["raw"])
+        if "processed" not in host and "scaled" in host and not self.wants_masked:
+            host["processed"] = host["scaled"]
+        step = Step(
+            number=number,
+            t_ns=self._t_ns,
+            rows=rows,
+            version=self.versions.current,
+            values=host,
+            vocab=self._vocab,
+            source=self._source,
+            padded=self.padded,
+            graph=self._graph,
+            columns=self._columns,
+            ready=ready,
+        )
+        with self._lock:
+            if not self._pending:
+                self._since = time.monotonic()
+            self._pending.append(step)
+            self._bytes += step.nbytes
+            full = len(self._pending) >= BLOCK_STEPS or self._bytes >= BLOCK_BYTES
+        if full or time.monotonic() - self._since >= BLOCK_SECONDS:
+            self.flush()
+
+    # -- blocks ---------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Hand the steps so far to the writer thread."""
+        with self._lock:
+            steps, self._pending = self._pending, []
+            ended, self._ended = self._ended, []
+            size, self._bytes = self._bytes, 0
+            if not steps and not ended:
+                return
+            job = self.scribe.job(steps, ended)
+            self.session.put(job, nbytes=size, gap=self.scribe.gap_rows(steps))
+
+    def tick(self) -> None:
+        """Called now and then: an engine that has nothing to do does not call `finish`."""
+        if self._pending and time.monotonic() - self._since >= BLOCK_SECONDS:
+            self.session.safely("vllm.flush", self.flush)
+
+    @staticmethod
+    def close_all(session: Session) -> None:
+        """A worker ends: everything is written before it is gone."""
+        for recorder in list(_recorders):
+            if recorder.session is session:
+                recorder.flush()
+        session.drain()
+
+
+def _tick(of: weakref.ref[Recorder]) -> None:
+    while (recorder := of()) is not None:
+        recorder.tick()
+        del recorder
+        time.sleep(BLOCK_SECONDS / 2)
+
+
+def _graph() -> str | None:
+    """Key of the CUDA graph that this step replays; None if it is eager."""
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    if not is_forward_context_available():
+        return None
+    context = get_forward_context()
+    mode = getattr(context, "cudagraph_runtime_mode", None)
+    name = getattr(mode, "name", None)
+    if name in (None, "NONE"):
+        return None
+    tokens = getattr(getattr(context, "batch_descriptor", None), "num_tokens", None)
+    return f"{name.lower()}:{tokens}"

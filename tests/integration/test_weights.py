@@ -1,0 +1,260 @@
+"""Digests of tensor groups: shards, fused tensors and files add up to the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import rolltape  # noqa: E402
+from rolltape import store  # noqa: E402
+from rolltape.recorder.canonical import Region, contiguous, gate_up, place  # noqa: E402
+from rolltape.recorder.digest import (  # noqa: E402
+    GroupDigest,
+    Part,
+    group_digests,
+    sum_shards,
+    weights_digest,
+)
+from rolltape.recorder.parts import parts_of_files, parts_of_transformers  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+MOE = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
+DEEP = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {**MOE, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "glm4_moe": DEEP,
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
+}
+
+
+def make(family: str, dtype: Any = torch.bfloat16) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.normal_()
+    return model.eval()
+
+
+def by_group(rows: Any) -> dict[str, GroupDigest]:
+    return {row.group: row for row in rows if row.group != "derived"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_boxes_of_any_split_sum_to_the_whole(data: Any) -> None:
+    shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.int8, torch.bool]))
+    tensor = torch.randint(-9, 9, shape).to(dtype)
+    whole = group_digests([Part(name="w", tensor=tensor, group="g")])
+    cuts = [sorted(data.draw(st.sets(st.integers(1, n), max_size=2)) | {0, n}) for n in shape]
+    region = Region(name="w", start=(0,) * len(shape), stop=tuple(shape), strides=contiguous(shape))
+    boxes: list[list[slice]] = [[]]
+    for edges in cuts:
+        pairs = list(itertools.pairwise(edges))
+        boxes = [[*box, slice(a, b)] for box in boxes for a, b in pairs]
+    shards = [
+        group_digests(
+            place(region, tensor[tuple(box)], group="g", origin=[part.start for part in box])
+        )
+        for box in boxes
+    ]
+    assert sum_shards(shards) == whole
+
+
+def test_a_fused_tensor_is_the_sum_of_its_parts_in_either_order() -> None:
+    gates, ups = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
+    apart = group_digests(
+        Part(name=f"e.{i}.{n}.weight", tensor=t[i], group="g")
+        for n, t in (("gate", gates), ("up", ups))
+        for i in range(3)
+    )
+    for order, names in (((gates, ups), ("gate", "up")), ((ups, gates), ("up", "gate"))):
+        fused = torch.cat(order, 1)
+        regions = gate_up("e", names, range(3), fused.shape)
+        parts = [p for region in regions for p in place(region, fused, group="g")]
+        assert group_digests(parts) == apart
+    swapped = gate_up("e", ("gate", "up"), range(3), fused.shape)
+    wrong = group_digests(p for region in swapped for p in place(region, fused, group="g"))
+    assert wrong[-1].value != apart[-1].value
+
+
+def test_a_transposed_tensor_and_one_larger_than_a_chunk() -> None:
+    tensor = torch.randn(700, 900)
+    (row, _) = group_digests([Part(name="w", tensor=tensor, group="g")])
+    turned = Part(name="w", tensor=tensor.T, group="g", strides=(1, 900))
+    assert group_digests([turned])[0] == row
+    assert group_digests([Part(name="w", tensor=tensor.T, group="g")])[0].value != row.value
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_has_the_digests_of_its_files(family: str, tmp_path: Path) -> None:
+    model = make(family)
+    model.save_pretrained(tmp_path)
+    rows = by_group(group_digests(parts_of_transformers(model)))
+    assert rows == by_group(group_digests(parts_of_files(tmp_path)))
+    assert not [row for row in rows.values() if row.reason]
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[3] += 1
+    after = by_group(group_digests(parts_of_transformers(model)))
+    moved = {g for g in rows if rows[g] != after[g]}
+    assert moved == {"", "layers.1.norm"}
+
+
+def test_a_dense_model_has_the_digest_of_older_tapes() -> None:
+    model = make("llama")
+    old, new = weights_digest(model), group_digests(parts_of_transformers(model))[-1]
+    assert (old.value, old.tensors, old.elements) == (new.value, new.tensors, new.elements)
+
+
+def test_masters_in_float32_are_digested_as_what_they_become() -> None:
+    model = make("qwen3_moe", torch.float32)
+    masters = by_group(group_digests(parts_of_transformers(model), dtype=torch.bfloat16))
+    cast = by_group(group_digests(parts_of_transformers(model.bfloat16())))
+    assert masters == cast
+
+
+def _rank(rank: int, port: int, queue: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        model = make("qwen3_moe")
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        queue.put((rank, group_digests(parts_of_transformers(model))))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_shards_of_fsdp_sum_to_the_model() -> None:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    ranks = [context.Process(target=_rank, args=(r, port, queue)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    shards = dict(queue.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
+    want = by_group(group_digests(parts_of_transformers(make("qwen3_moe"))))
+    assert by_group(sum_shards(shards.values())) == want
+    assert 0 < shards[0][-1].elements < want[""].elements
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Any:
+    models = [make("qwen3_moe", torch.float32), make("llama", torch.float32)]
+    prompts = torch.arange(2, 42).reshape(20, 2)
+    with rolltape.record(tmp_path / "t", sample_rate=0.4):
+        for model in models:
+            for half in (prompts[:10], prompts[10:]):
+                model.generate(half, do_sample=True, max_new_tokens=3, num_return_sequences=2)
+    return rolltape.open(tmp_path / "t")
+
+
+def test_groups_are_kept_whole_in_every_engine_of_a_process(two: Any) -> None:
+    kept: dict[str, dict[tuple[int, ...], int]] = {}
+    for sequence in two:
+        prompt = tuple(sequence.tokens.values[: sequence.prompt_len].tolist())
+        counts = kept.setdefault(sequence.key.engine, {})
+        counts[prompt] = counts.get(prompt, 0) + 1
+    assert len(kept) == 2
+    first, second = kept.values()
+    assert first == second and 2 <= len(first) < 20 and set(first.values()) == {2}
+    notices = [e for e in two.rows("events") if e["kind"] == "notice"]
+    assert len(notices) == 2 and not [e for e in two.rows("events") if e["kind"] == "gap"]
+    assert all(f'"sequences": {2 * (20 - len(first))}' in e["detail"] for e in notices)
+    assert not two.problems
+
+
+def _replica(tape: str) -> None:
+    from rolltape.recorder import session, transformers
+    from rolltape.recorder.options import Options
+
+    torch.set_num_threads(1)
+    session.start(tape, Options())
+    transformers.bind()
+    make("qwen3_moe").generate(torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=3)
+    session.stop()
+
+
+def test_processes_that_use_the_same_ids_stay_apart(tmp_path: Path) -> None:
+    root = store.create_tape(tmp_path / "t", role="rollout", provenance={})
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_replica, args=(str(root),)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    tape = store.open(root)
+    first, second = list(tape)
+    assert first.key.engine != second.key.engine and first.key.request == second.key.request
+    assert first.tokens.values.tolist() == second.tokens.values.tolist()
+    whole = [r for r in tape.rows("weights") if r["group"] == ""]
+    assert len({r["engine"] for r in whole}) == 2 and len({r["digest"] for r in whole}) == 1
+
+
+def test_what_cannot_be_read_has_no_digest_and_what_cannot_be_compared_says_why() -> None:
+    rows = group_digests(
+        [
+            Part(name="a", tensor=torch.empty(0), group="gone", reason="emptied"),
+            Part(name="b", tensor=torch.empty(3, device="meta"), group="meta"),
+            Part(name="c", tensor=torch.ones(3), group="packed", reason="repacked"),
+            Part(name="d", tensor=torch.ones(3), group="plain"),
+        ]
+    )
+    assert [(r.group, r.value is None, r.reason) for r in rows[:-1]] == [
+        ("gone", True, "emptied"),
+        ("meta", True, "not in memory"),
+        ("packed", False, "repacked"),
+        ("plain", False, None),
+    ]
+    assert rows[-1].value is None and rows[-1].reason.startswith("3 of 4 groups")
