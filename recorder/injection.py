@@ -82,17 +82,10 @@ def pth_file(interpreter: str) -> Iterator[Path]:
         InjectionError: the interpreter does not run, or has no site-packages we may write to.
     """
     file = site_packages(interpreter) / f"rolltape-{os.getpid()}-{secrets.token_hex(3)}.pth"
-    # One line, executed by site.py inside one of its functions: it binds no name but `os`, `sys`.
-    folder = ascii(str(INJECT))
-    line = (
-        f"import os, sys; os.environ.get('ROLLTAPE_TAPE') and os.path.isdir({folder}) and "
-        f"(sys.path.insert(0, {folder}), __import__('_rolltape_hook').start(), "
-        f"sys.path.remove({folder}))\n"
-    )
     temporary = file.with_suffix(".tmp")
     try:
         try:
-            temporary.write_text(line, encoding="ascii")
+            temporary.write_text(pth_line(), encoding="ascii")
             os.replace(temporary, file)
         except OSError as error:
             raise InjectionError(f"{file}: {error.strerror}") from error
@@ -100,6 +93,17 @@ def pth_file(interpreter: str) -> Iterator[Path]:
     finally:
         for left in (temporary, file):
             left.unlink(missing_ok=True)
+
+
+def pth_line() -> str:
+    """What stands in a `.pth` that loads the hook where there is a recording."""
+    # One line, executed by site.py inside one of its functions: it binds no name but `os`, `sys`.
+    folder = ascii(str(INJECT))
+    return (
+        f"import os, sys; os.environ.get('ROLLTAPE_TAPE') and os.path.isdir({folder}) and "
+        f"(sys.path.insert(0, {folder}), __import__('_rolltape_hook').start(), "
+        f"sys.path.remove({folder}))\n"
+    )
 
 
 def site_packages(interpreter: str) -> Path:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from rolltape.recorder.options import TAPE_VARIABLE, Options
-from rolltape.store import StorageError, TapeFullError, TapeWriter
+from rolltape.store import NotATapeError, StorageError, TapeFullError, TapeWriter
 
 Job = Callable[[TapeWriter], None]
 Gap = dict[str, Any] | list[dict[str, Any]]
@@ -191,7 +191,9 @@ class Session:
                     self._add_gap(item.gap)
                 self._items.clear()
                 self._lock.notify_all()
-            warn(f"recording stopped: {type(error).__name__}: {error}")
+            unseen = isinstance(error, NotATapeError)
+            hint = "; not shared with this machine? see docs/injection.md" if unseen else ""
+            warn(f"recording stopped: {type(error).__name__}: {error}{hint}")
             if writer is not None:
                 self._last_words(writer, error)
         finally:
@@ -263,7 +265,10 @@ class Session:
     # -- life -----------------------------------------------------------------------------
 
     def drain(self, timeout: float = _CLOSE_SECONDS) -> bool:
-        """Wait until everything enqueued so far is on disk; False if it took too long."""
+        """Wait until everything enqueued so far is written; False if it took too long.
+
+        In an object store that is not yet committed, see `commit`.
+        """
         end = time.monotonic() + timeout
         with self._lock:
             while (self._items or self._gaps or self._busy) and not self._dead:
@@ -272,6 +277,11 @@ class Session:
                     return False
                 self._lock.wait(timeout=left)
         return not self._dead
+
+    def commit(self, timeout: float = _CLOSE_SECONDS) -> bool:
+        """`drain`, and in an object store put what there is: this process may not live on."""
+        self.put(lambda writer: writer.commit(), nbytes=0, gap=[])
+        return self.drain(timeout)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
         """Write what is queued, finish the shards, stop the thread. May be called twice."""

@@ -256,9 +256,13 @@ def lines(summary: Summary, *, wall_s: float) -> list[str]:
     return out
 
 
+#: Hooked, and generate nothing themselves.
+_NO_ENGINES = {"flashinfer", "ray", "torch", "triton", "trl"}
+
+
 def why_nothing(summary: Summary, *, inject: str) -> str:
     """The most likely reason why a recording is empty."""
-    engines = ", ".join(sorted({name.partition(".")[0] for name in HOOKS}))
+    engines = ", ".join(sorted({name.partition(".")[0] for name in HOOKS} - _NO_ENGINES))
     if summary.messages:
         return "nothing was recorded: the recorder failed, see below"
     if summary.recording:

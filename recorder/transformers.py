@@ -169,7 +169,7 @@ def _around_sample(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
         _running.recording = outer
         call.detach()
         if _may_be_killed():
-            session.drain(_DRAIN_SECONDS)
+            session.commit(_DRAIN_SECONDS)
 
 
 def _may_be_killed() -> bool:

@@ -263,11 +263,20 @@ class TapeWriter:
 
     def put_due(self) -> None:
         """In an object store: put the shards whose first row is 10 s old."""
-        waiting = {t: s for t, s in self._open.items() if isinstance(s, ObjectShardWriter)}
+        waiting = [s for s in self._open.values() if isinstance(s, ObjectShardWriter)]
         now = time.monotonic()
-        if any(now - shard.opened >= OBJECT_SECONDS for shard in waiting.values()):
-            for table in _in_order(waiting):  # all, or a closing row might overtake its fragments
-                self._close(table)
+        if any(now - shard.opened >= OBJECT_SECONDS for shard in waiting):
+            self._put_all()  # or a closing row might overtake its fragments
+
+    def commit(self) -> None:
+        """Flush, and in an object store put what there is, however small."""
+        self.flush()
+        self._put_all()
+
+    def _put_all(self) -> None:
+        waiting = {t: s for t, s in self._open.items() if isinstance(s, ObjectShardWriter)}
+        for table in _in_order(waiting):
+            self._close(table)
 
     @property
     def waiting(self) -> bool:

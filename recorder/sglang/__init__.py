@@ -8,6 +8,7 @@ the scheduler.
 from __future__ import annotations
 
 import os
+import sys
 
 
 def register() -> None:
@@ -16,7 +17,7 @@ def register() -> None:
     It does nothing unless a recording was asked for. Processes that the import hook reached are
     being watched already; this is for those it did not.
     """
-    if os.environ.get("ROLLTAPE_TAPE"):
+    if os.environ.get("ROLLTAPE_TAPE") and "_rolltape_hook" not in sys.modules:
         from rolltape.recorder.inject import _rolltape_hook
 
         _rolltape_hook.start()

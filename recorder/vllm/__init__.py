@@ -7,6 +7,7 @@ routes, and what was drawn. Both name a row by the request id that the engine us
 from __future__ import annotations
 
 import os
+import sys
 
 
 def register() -> None:
@@ -15,7 +16,7 @@ def register() -> None:
     It does nothing unless a recording was asked for. Processes that the import hook reached are
     being watched already; this is for those it did not, such as actors of a running cluster.
     """
-    if os.environ.get("ROLLTAPE_TAPE"):
+    if os.environ.get("ROLLTAPE_TAPE") and "_rolltape_hook" not in sys.modules:
         from rolltape.recorder.inject import _rolltape_hook
 
         _rolltape_hook.start()

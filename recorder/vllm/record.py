@@ -119,7 +119,9 @@ class Recorder:
         self._graph: str | None = None
         self._t_ns = 0
         self._outlet = Outlet(self.device)
-        moe = find_moe(model, config) if session.options.routes else Moe()
+        self._rank = _tensor_rank()
+        routes = session.options.routes and self._rank == 0
+        moe = find_moe(model, config) if routes else Moe()
         self._buffer = self._bind_routers(moe, runner)
         cache = config.cache_config
         shares = bool(cache.enable_prefix_caching)
@@ -244,7 +246,8 @@ class Recorder:
             self.session.event(
                 "preempt", engine=self.engine, request=request, sample=sample, detail={}
             )
-        self.going = bool(scheduled.total_num_scheduled_tokens)
+        # the ranks of a tensor-parallel group run the same steps: the first speaks for all
+        self.going = bool(scheduled.total_num_scheduled_tokens) and self._rank == 0
         if self.going and self._stale:
             self._complete_weights()
 
@@ -421,7 +424,13 @@ class Recorder:
         for recorder in list(_recorders):
             if recorder.session is session:
                 recorder.flush()
-        session.drain()
+        session.commit()
+
+
+def _tensor_rank() -> int:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return int(get_tp_group().rank_in_group)
 
 
 def _tick(of: weakref.ref[Recorder]) -> None:

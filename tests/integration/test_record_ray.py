@@ -15,6 +15,8 @@ import pytest
 
 from rolltape import store
 from rolltape.recorder import ray as binding
+from rolltape.recorder.options import Options
+from rolltape.recorder.session import Session
 from tests.integration.conftest import ROOT, TINY_MOE
 
 pytestmark = pytest.mark.engine
@@ -138,6 +140,17 @@ def test_without_recording_a_job_says_nothing_to_the_cluster(
     monkeypatch.delenv("ROLLTAPE_TAPE", raising=False)
     kwargs = {"address": "127.0.0.1:1", "runtime_env": {"pip": ["x"]}}
     assert binding._with_switches((), kwargs) is kwargs
+
+
+def test_a_worker_that_does_not_see_the_tape_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = Session(tmp_path / "elsewhere", Options())
+    session.put(lambda writer: None, nbytes=1, gap={})
+    session.close()
+    said = capsys.readouterr().err
+    assert "recording stopped: NotATapeError" in said and "docs/injection.md" in said
+    assert not (tmp_path / "elsewhere").exists()
 
 
 # -- the runtime environment --------------------------------------------------------------
