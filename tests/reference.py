@@ -123,8 +123,13 @@ def cut(whole: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     for name in ("ids", "loss_mask", *LOGPROBS, "step", "version"):
         out[name] = whole[name][start:stop]
     for role in ("used", "live"):
-        rows = whole[role][1][start:stop] if whole[role] is not None else []
-        out[role] = rows if any(cell is not None for row in rows for cell in row) else None
+        layers, rows = whole[role][:2] if whole[role] is not None else ((), [])
+        # by layer: a window has the layers of the fragments that reach into it
+        named = [
+            {n: cell for n, cell in zip(layers, row, strict=True) if cell is not None}
+            for row in rows[start:stop]
+        ]
+        out[role] = named if any(named) else None
     # nothing recorded is told apart from nothing there only of a whole sequence
     sets = whole["supports"][1][start:stop] if whole["supports"] is not None else []
     out["supports"] = sets if any(cell != (SUPPORT_UNRECORDED, []) for cell in sets) else None
