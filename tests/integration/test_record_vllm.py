@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+
 import rolltape  # noqa: E402
 from rolltape.recorder.moe import find_moe_blocks  # noqa: E402
 
@@ -27,9 +28,11 @@ pytestmark = [
 ]
 
 
-def run(folder: Path, *flags: str, record: bool = True) -> tuple[Any, dict[str, Any]]:
+def run(
+    folder: Path, *flags: str, record: bool = True, script: str = "vllm_job.py"
+) -> tuple[Any, dict[str, Any]]:
     tape, outputs = folder / "tape", folder / "outputs.json"
-    job = [PYTHON, str(Path(__file__).with_name("vllm_job.py")), str(MODEL), str(outputs), *flags]
+    job = [PYTHON, str(Path(__file__).with_name(script)), str(MODEL), str(outputs), *flags]
     prefix = [PYTHON, "-m", "rolltape", "record", "-o", str(tape), "--"] if record else []
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*prefix, *job], capture_output=True, text=True, env=env)
@@ -48,7 +51,8 @@ def truth() -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    blocks, got = find_moe_blocks(model), {}
+    blocks = find_moe_blocks(model)
+    got: dict[int, Any] = {}
     for index, block in enumerate(blocks):
         block.experts.register_forward_pre_hook(
             lambda _, args, index=index: got.__setitem__(index, args[1])
@@ -72,6 +76,8 @@ def check(tape: Any, outputs: dict[str, Any], truth: Any) -> None:
         assert sequence.finish == "length"
         assert sequence.info["external"] == out["external"]
         assert sequence.key.sample == out["sample"]
+    assert not [row for row in tape.rows("events") if row["kind"] in ("gap", "hook_error")]
+    explicit = 0
     for sequence in tape:
         ids, first = sequence.tokens, sequence.prompt_len
         assert ids.valid.all()
@@ -86,7 +92,13 @@ def check(tape: Any, outputs: dict[str, Any], truth: Any) -> None:
         supports = sequence.supports()
         for position in range(first, len(ids)):
             kept = supports.at(position)
-            assert kept is None or int(ids.values[position]) in kept
+            if kept is not None:
+                explicit += 1
+                assert int(ids.values[position]) in kept
+                assert len(kept) <= (sequence.info["sampling"].get("top_k") or len(kept))
+    assert explicit
+    done = subprocess.run([PYTHON, "-m", "rolltape", "fsck", str(tape.place)], capture_output=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_every_position_is_what_transformers_says(recorded: Any, truth: Any) -> None:
@@ -105,7 +117,6 @@ def test_the_tape_shows_what_the_engine_did(recorded: Any) -> None:
     assert gone.info["external"] == "to-abort"
     groups = [s.info["group"] for s in tape if s.key.sample == 3]
     assert sum(s.info["group"] == groups[0] for s in tape) == 4
-    assert not [row for row in tape.rows("events") if row["kind"] in ("gap", "hook_error")]
 
 
 def test_recording_changes_no_token(
@@ -115,9 +126,25 @@ def test_recording_changes_no_token(
     assert [o["ids"] for o in plain["done"]] == [o["ids"] for o in recorded[1]["done"]]
 
 
+def test_a_hook_that_raises_costs_steps_and_no_token(
+    recorded: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tape, outputs = run(tmp_path_factory.mktemp("fault"), script="vllm_faulty_job.py")
+    assert [o["ids"] for o in outputs["done"]] == [o["ids"] for o in recorded[1]["done"]]
+    events = list(tape.rows("events"))
+    errors = [row for row in events if row["kind"] == "hook_error"]
+    assert errors and "injected" in errors[0]["detail"]
+    assert any(row["kind"] == "gap" and "vllm.rows" in row["detail"] for row in events)
+    assert len(list(tape)) == len(list(recorded[0]))
+
+
 def test_a_core_in_a_process_of_its_own(
     tmp_path_factory: pytest.TempPathFactory, truth: Any
 ) -> None:
     tape, outputs = run(tmp_path_factory.mktemp("mp"), "--mp")
     assert {row["process"] for row in tape.processes} == {"frontend", "worker"}
     check(tape, outputs, truth)
+    for sequence in tape:  # greedy: no other token was more probable
+        sets = [sequence.supports().at(p) for p in range(sequence.prompt_len, sequence.length)]
+        assert all(len(kept) == 1 for kept in sets)
+        assert (sequence.logprob("processed").values[sequence.prompt_len :] == 0).all()

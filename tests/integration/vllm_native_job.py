@@ -12,6 +12,7 @@ import pickle
 import random
 import sys
 import types
+from typing import Any
 
 os.environ.update(
     TRITON_INTERPRET="1",
@@ -39,7 +40,7 @@ import vllm.v1.worker.gpu.sample.sampler as sampler
 from vllm import LLM, SamplingParams
 
 
-def _cut(logits, k, p):  # type: ignore[no-untyped-def]
+def _cut(logits: Any, k: Any, p: Any) -> Any:
     return cut.apply_top_k_top_p_pytorch(logits, k, p)
 
 
