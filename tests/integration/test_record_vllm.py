@@ -1,4 +1,4 @@
-"""Real vLLM on a CPU, recorded from outside and compared with transformers in FP32."""
+"""Real vLLM on a CPU, in FP32, recorded from outside and compared with transformers."""
 
 from __future__ import annotations
 
@@ -47,10 +47,16 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, A
 
 @pytest.fixture(scope="module")
 def truth() -> Any:
-    """ids -> (raw logprobs [T], routes [T, layers, k]) by a teacher-forced pass."""
+    """ids -> (raw logprobs [T], routes [T, layers, k]) by a teacher-forced pass.
+
+    In float64: a reference in float32 has errors of its own that are as large as the engine's,
+    and depend on the number of threads.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        MODEL, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
     blocks = find_moe_blocks(model)
     got: dict[int, Any] = {}
     for index, block in enumerate(blocks):
@@ -61,8 +67,8 @@ def truth() -> Any:
     def score(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         given = torch.from_numpy(ids.astype(np.int64))[None]
         with torch.no_grad():
-            logprobs = model(given).logits[0].float().log_softmax(-1)
-        raw = np.zeros(len(ids), np.float32)
+            logprobs = model(given).logits[0].double().log_softmax(-1)
+        raw = np.zeros(len(ids))
         raw[1:] = logprobs[:-1].gather(-1, given[0, 1:, None])[:, 0].numpy()
         return raw, np.stack([got[i].numpy() for i in range(len(blocks))], 1)
 
