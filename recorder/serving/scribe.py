@@ -108,20 +108,26 @@ class Scribe:
         """What is missing if a block of steps is dropped: a row a life for the `events` table."""
         if not steps:
             return []
+        # asked for every block, dropped or not, by the engine's own thread
         life = np.concatenate([s.rows.life for s in steps])
-        start = np.concatenate([s.rows.start for s in steps])
-        end = np.concatenate([s.rows.start + s.rows.n + s.rows.samples for s in steps])
+        order = np.argsort(life, kind="stable")
+        start = np.concatenate([s.rows.start for s in steps])[order]
+        end = np.concatenate([s.rows.start + s.rows.n + s.rows.samples for s in steps])[order]
+        some, first = np.unique(life[order], return_index=True)
+        low = np.minimum.reduceat(start, first) if len(some) else start
+        high = np.maximum.reduceat(end, first) if len(some) else end
+        detail = {"steps": [steps[0].number, steps[-1].number]}
         return [
             {
                 "engine": self.engine,
-                "request": self.roster.lives[int(one)].request,
-                "sample": self.roster.lives[int(one)].sample,
-                "start": int(start[life == one].min()),
-                "n": int(end[life == one].max() - start[life == one].min()),
-                "detail": {"steps": [steps[0].number, steps[-1].number]},
+                "request": lived.request,
+                "sample": lived.sample,
+                "start": a,
+                "n": b - a,
+                "detail": detail,
             }
-            for one in np.unique(life)
-            if int(one) in self.roster.lives
+            for one, a, b in zip(some.tolist(), low.tolist(), high.tolist(), strict=True)
+            if (lived := self.roster.lives.get(one)) is not None
         ]
 
     def _write(self, writer: TapeWriter, steps: Sequence[Step]) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import wrapt
-
+from rolltape.recorder.patches import Patches
 from rolltape.recorder.session import recording
 from rolltape.recorder.vllm.identity import engine_of
 
-_patches: list[tuple[Any, str, Any]] = []
+_patches = Patches()
 
 
 def bind() -> bool:
@@ -23,18 +22,13 @@ def bind() -> bool:
         ("sleep", _around_sleep),
         ("wake_up", _around_wake),
     ):
-        original = vars(EngineCore).get(name)
-        if original is not None:
-            _patches.append((EngineCore, name, original))
-            setattr(EngineCore, name, wrapt.FunctionWrapper(original, around))
+        _patches.around(EngineCore, name, around)
     return True
 
 
 def unbind() -> None:
     """Undo `bind`."""
-    while _patches:
-        owner, name, original = _patches.pop()
-        setattr(owner, name, original)
+    _patches.undo()
 
 
 def _tell(core: Any, kind: str, detail: dict[str, Any]) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import wrapt
 
 from rolltape.recorder.gating import prompt_key, wants
+from rolltape.recorder.patches import Patches
 from rolltape.recorder.rows import engine_job
 from rolltape.recorder.session import Session, recording
 from rolltape.recorder.vllm.identity import engine_of, request_of
@@ -22,18 +22,17 @@ from rolltape.recorder.vllm.sampling import recorded, settings
 from rolltape.store import TapeWriter, token_digest
 
 _ENGINE = "_rolltape_engine"
-_patches: list[tuple[Any, str, Any]] = []
+_patches = Patches()
 
 
 def bind() -> bool:
     """Patch the output processor; called once its module has been imported."""
-    if any(name == "add_request" for _, name, _ in _patches):
-        return False
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    _patch(OutputProcessor, "add_request", _around_add)
-    _patch(OutputProcessor, "process_outputs", _around_outputs)
-    _patch(OutputProcessor, "abort_requests", _around_abort)
+    if not _patches.around(OutputProcessor, "add_request", _around_add):
+        return False
+    _patches.around(OutputProcessor, "process_outputs", _around_outputs)
+    _patches.around(OutputProcessor, "abort_requests", _around_abort)
     return True
 
 
@@ -47,23 +46,14 @@ def bind_engine() -> bool:
         ("vllm.v1.engine.async_llm", "AsyncLLM"),
     ):
         owner = getattr(sys.modules.get(module), name, None)
-        if owner is not None and not isinstance(owner.__init__, wrapt.FunctionWrapper):
-            _patch(owner, "__init__", _around_engine)
-            bound = True
+        if owner is not None:
+            bound |= _patches.around(owner, "__init__", _around_engine)
     return bound
 
 
 def unbind() -> None:
     """Undo `bind` and `bind_engine`."""
-    while _patches:
-        owner, name, original = _patches.pop()
-        setattr(owner, name, original)
-
-
-def _patch(owner: Any, name: str, around: Any) -> None:
-    original = owner.__dict__[name]
-    _patches.append((owner, name, original))
-    setattr(owner, name, wrapt.FunctionWrapper(original, around))
+    _patches.undo()
 
 
 def _around_engine(wrapped: Any, front: Any, args: Any, kwargs: Any) -> Any:

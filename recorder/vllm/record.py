@@ -100,7 +100,6 @@ class Recorder:
         self.session, self.engine = session, engine_of(config)
         self.device: torch.device = runner.device
         self.going = False  # between the schedule of a step and its end
-        self.wants_masked = False
         self.padded: int | None = None
         self.scheduled: Any = None
         self._next = int(parallel.data_parallel_rank) * REPLICA_STEPS
@@ -215,6 +214,11 @@ class Recorder:
         """The requests of the step that is running, in row order."""
         return self._batch.lives
 
+    @property
+    def wants_masked(self) -> bool:
+        """Whether truncation or edits leave out ids in any row of that step."""
+        return self._batch.masked
+
     # -- one step -------------------------------------------------------------------------
 
     def schedule(self, scheduled: Any) -> None:
@@ -292,7 +296,6 @@ class Recorder:
         self._rows = self.roster.place(self._batch.lives, start, n, drafted)
         self._t_ns = time.time_ns()
         self._graph = _graph()
-        self.wants_masked = self._batch.masked
 
     def take_routes(self) -> None:
         """The model ran: its routes are in the buffer."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import wrapt
-
+from rolltape.recorder.patches import Patches
 from rolltape.recorder.session import recording
 from rolltape.recorder.vllm.record import Recorder, recorder_of, writes_routes
 
-_patches: list[tuple[Any, str, Any]] = []
+_patches = Patches()
 
 
 class _Masked(threading.local):
@@ -34,16 +33,14 @@ def bind() -> bool:
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    if isinstance(vars(GPUModelRunner).get("execute_model"), wrapt.FunctionWrapper):
+    if not _patches.around(GPUModelRunner, "execute_model", _around_execute):
         return False
-    _patch(GPUModelRunner, "execute_model", _around_execute)
-    _patch(GPUModelRunner, "_model_forward", _around_forward)
-    _patch(GPUModelRunner, "_sample", _around_sample)
-    _patch(GPUModelRunner, "_get_prompt_logprobs_dict", _around_prompts)
-    _patch(GPUModelRunner, "load_model", _around_load)
-    if not isinstance(BaseRouter.set_capture_fn, wrapt.FunctionWrapper):
-        _patch(BaseRouter, "set_capture_fn", around_capture)
-    _patch(cut, "apply_top_k_top_p", around_cut)
+    _patches.around(GPUModelRunner, "_model_forward", _around_forward)
+    _patches.around(GPUModelRunner, "_sample", _around_sample)
+    _patches.around(GPUModelRunner, "_get_prompt_logprobs_dict", _around_prompts)
+    _patches.around(GPUModelRunner, "load_model", around_load)
+    _patches.around(BaseRouter, "set_capture_fn", around_capture)
+    _patches.around(cut, "apply_top_k_top_p", around_cut)
     return True
 
 
@@ -51,39 +48,23 @@ def bind_cpu() -> bool:
     """Patch what the CPU runner overrides."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    if isinstance(CPUModelRunner.__dict__.get("load_model"), wrapt.FunctionWrapper):
-        return False
-    if "load_model" in CPUModelRunner.__dict__:
-        _patch(CPUModelRunner, "load_model", _around_load)
-    return True
+    return _patches.around(CPUModelRunner, "load_model", around_load)
 
 
 def bind_worker() -> bool:
     """Patch how a worker ends, so that its last rows are written before it is gone."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    if isinstance(WorkerWrapperBase.__dict__.get("shutdown"), wrapt.FunctionWrapper):
-        return False
-    if "shutdown" in WorkerWrapperBase.__dict__:
-        _patch(WorkerWrapperBase, "shutdown", _around_shutdown)
-    return True
+    return _patches.around(WorkerWrapperBase, "shutdown", _around_shutdown)
 
 
 def unbind() -> None:
     """Undo `bind` and its companions."""
-    while _patches:
-        owner, name, original = _patches.pop()
-        setattr(owner, name, original)
+    _patches.undo()
 
 
-def _patch(owner: Any, name: str, around: Any) -> None:
-    original = vars(owner).get(name)
-    if original is not None:  # a version without it: `rolltape doctor` says what is missing
-        _patches.append((owner, name, original))
-        setattr(owner, name, wrapt.FunctionWrapper(original, around))
-
-
-def _around_load(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:
+def around_load(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:
+    """The model is there: its recorder is made before anything is compiled or captured."""
     result = wrapped(*args, **kwargs)
     session = recording()
     if session is not None:

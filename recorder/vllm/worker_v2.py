@@ -9,13 +9,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import wrapt
-
+from rolltape.recorder.patches import Patches
 from rolltape.recorder.session import recording
 from rolltape.recorder.vllm.record import Recorder, recorder_of
-from rolltape.recorder.vllm.worker import around_capture
+from rolltape.recorder.vllm.worker import around_capture, around_load
 
-_patches: list[tuple[Any, str, Any]] = []
+_patches = Patches()
 
 
 class _Sampled(threading.local):
@@ -37,36 +36,18 @@ def bind() -> bool:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    _patch(GPUModelRunner, "load_model", _around_load)
-    _patch(GPUModelRunner, "execute_model", _around_execute)
-    _patch(GPUModelRunner, "prepare_inputs", _around_inputs)
-    _patch(GPUModelRunner, "sample", _around_sample)
-    _patch(Sampler, "sample", _around_sampler)
-    if not isinstance(BaseRouter.set_capture_fn, wrapt.FunctionWrapper):
-        _patch(BaseRouter, "set_capture_fn", around_capture)
+    _patches.around(GPUModelRunner, "load_model", around_load)
+    _patches.around(GPUModelRunner, "execute_model", _around_execute)
+    _patches.around(GPUModelRunner, "prepare_inputs", _around_inputs)
+    _patches.around(GPUModelRunner, "sample", _around_sample)
+    _patches.around(Sampler, "sample", _around_sampler)
+    _patches.around(BaseRouter, "set_capture_fn", around_capture)
     return True
 
 
 def unbind() -> None:
     """Undo `bind`."""
-    while _patches:
-        owner, name, original = _patches.pop()
-        setattr(owner, name, original)
-
-
-def _patch(owner: Any, name: str, around: Any) -> None:
-    original = vars(owner).get(name)
-    if original is not None:
-        _patches.append((owner, name, original))
-        setattr(owner, name, wrapt.FunctionWrapper(original, around))
-
-
-def _around_load(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:
-    result = wrapped(*args, **kwargs)
-    session = recording()
-    if session is not None:
-        session.safely("vllm.load", recorder_of, session, runner)
-    return result
+    _patches.undo()
 
 
 def _around_execute(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:

@@ -154,6 +154,18 @@ def test_a_prefix_of_unknown_blocks_is_missing_with_the_reason(tmp_path: Path) -
     assert routes.missing == ((0, 4, None, "cached"),)
 
 
+def test_a_block_that_is_dropped_says_which_positions_are_missing(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    a, b = engine.life("a", 7, [1, 2, 3]), engine.life("b", 2, [4, 5])
+    engine.step((a, 0, 3))
+    engine.step((b, 0, 2), (a, 3, 4))
+    engine.step((a, 7, 1), (b, 2, 1))
+    gaps = {row["request"]: row for row in engine.scribe.gap_rows(engine.steps[1:])}
+    assert [(gaps[name]["start"], gaps[name]["n"]) for name in "ab"] == [(3, 6), (0, 4)]
+    assert gaps["a"]["detail"] == {"steps": [1, 2]}
+    assert engine.scribe.gap_rows([]) == []
+
+
 def test_rejected_drafts_are_no_rows(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     a = engine.life("a", 3, [1, 2, 3])
