@@ -31,7 +31,9 @@ MAX_FAULTS = 3
 #: How long the end of a process waits for its recording, and how much of it for a store that
 #: does not answer.
 _CLOSE_SECONDS = 60.0
-_PUT_SECONDS = 20.0
+PUT_SECONDS = 20.0
+#: Errors of a writer after which nothing more can be written.
+FATAL = (OSError, StorageError, TapeFullError)
 #: Rows of events kept while nothing can be written; what is more is only counted.
 _MOST_GAPS = 10_000
 
@@ -63,8 +65,12 @@ class Session:
         self.options = options
         self.faults: dict[str, int] = {}
         self.dropped = 0
-        #: Called by `stop` while rows can still be put.
+        #: Hand over what a hook keeps back; called by `flush` and `commit`.
+        self.flushers: list[Callable[[], None]] = []
+        #: Called by `stop`, after `flush`, while rows can still be put.
         self.before_close: list[Callable[[], None]] = []
+        #: Jobs of `commit`, beside that of the session's own writer.
+        self.committers: list[Job] = []
         self._lock = threading.Condition()
         self._items: deque[_Item] = deque()
         self._bytes = 0
@@ -126,7 +132,8 @@ class Session:
         """Record an event; small, and never dropped for want of room."""
         row = {"t_ns": time.time_ns(), "kind": kind, "detail": detail, **columns}
         with self._lock:
-            if self._closing or self._dead:  # nobody will write it, and it must not pile up
+            over = self._closing and threading.current_thread() is not self._thread
+            if over or self._dead:  # nobody will write it, and it must not pile up
                 return
             self._gaps.append(row)
             self._wake()
@@ -167,14 +174,9 @@ class Session:
     def _run(self) -> None:
         writer: TapeWriter | None = None
         try:
-            writer = TapeWriter(
-                self.tape,
-                fsync=self.options.fsync,
-                storage_options=self.options.storage_options,
-                commit_log=self.options.commit_log or None,
-                max_bytes=self.options.max_bytes or None,
-                # while the job runs a store may come back; what does not fit is dropped meanwhile
-                give_up=lambda: time.monotonic() >= self._give_up_at,
+            # while the job runs a store may come back; what does not fit is dropped meanwhile
+            writer = open_writer(
+                self.tape, self.options, lambda: time.monotonic() >= self._give_up_at
             )
             while not isinstance(item := self._next(writer), _End):
                 if item is not None:
@@ -221,7 +223,7 @@ class Session:
         try:
             item.job(writer)
             writer.flush()
-        except (OSError, StorageError, TapeFullError):
+        except FATAL:
             with self._lock:
                 self._add_gap(item.gap)
             raise
@@ -278,15 +280,22 @@ class Session:
                 self._lock.wait(timeout=left)
         return not self._dead
 
+    def flush(self) -> None:
+        """Enqueue what hooks keep back; a fault of one does not keep the others from it."""
+        for call in list(self.flushers):
+            self.safely("flush", call)
+
     def commit(self, timeout: float = _CLOSE_SECONDS) -> bool:
-        """`drain`, and in an object store put what there is: this process may not live on."""
-        self.put(lambda writer: writer.commit(), nbytes=0, gap=[])
+        """`flush` and `drain`, and in an object store put what there is: this process may end."""
+        self.flush()
+        for job in [*self.committers, lambda writer: writer.commit()]:
+            self.put(job, nbytes=0, gap=[])
         return self.drain(timeout)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
         """Write what is queued, finish the shards, stop the thread. May be called twice."""
         with self._lock:
-            self._give_up_at = min(self._give_up_at, time.monotonic() + min(timeout, _PUT_SECONDS))
+            self._give_up_at = min(self._give_up_at, time.monotonic() + min(timeout, PUT_SECONDS))
             self._closing = True
             self._lock.notify_all()
             thread = self._thread
@@ -294,6 +303,20 @@ class Session:
             thread.join(timeout)
             if thread.is_alive():
                 warn(f"the writer did not finish within {timeout:.0f} s; the tape is incomplete")
+
+
+def open_writer(
+    tape: str | os.PathLike[str], options: Options, give_up: Callable[[], bool]
+) -> TapeWriter:
+    """The writer of a recording with these options; `give_up` is as in `TapeWriter`."""
+    return TapeWriter(
+        tape,
+        fsync=options.fsync,
+        storage_options=options.storage_options,
+        commit_log=options.commit_log or None,
+        max_bytes=options.max_bytes or None,
+        give_up=give_up,
+    )
 
 
 _active: Session | None = None
@@ -317,7 +340,8 @@ def stop() -> None:
     """Close the active session; hooks are inert afterwards."""
     global _active
     if (session := _active) is not None:
-        for call in session.before_close:
+        session.flush()
+        for call in list(session.before_close):
             session.safely("close", call)
         _active = None
         session.close()

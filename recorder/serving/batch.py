@@ -96,6 +96,7 @@ class Roster:
     def __init__(self, block_size: int = 0) -> None:
         self.block_size = block_size
         self.lives: dict[int, Life] = {}
+        self._new: list[Life] = []
         self._next = 0
         # by index of the life: prompt tokens, tokens known, positions forwarded
         self._facts = np.zeros((3, 256), np.int64)
@@ -107,11 +108,17 @@ class Roster:
         life.index = self._next
         self._next += 1
         self.lives[life.index] = life
+        self._new.append(life)
         self._facts[:, life.index] = len(life.prompt), len(life.prompt), 0
         return life
 
+    def take_new(self) -> list[Life]:
+        """Lives that were added since this was last asked."""
+        new, self._new = self._new, []
+        return new
+
     def forget(self, life: Life) -> None:
-        """The life is over and everything about it is written."""
+        """The life is over."""
         self.lives.pop(life.index, None)
 
     def place(
@@ -120,6 +127,8 @@ class Roster:
         start: np.ndarray,
         n: np.ndarray,
         drafted: np.ndarray | None = None,
+        *,
+        index: np.ndarray | None = None,
     ) -> Rows:
         """The rows of the step that is being launched; moves the lives on.
 
@@ -128,8 +137,10 @@ class Roster:
             start: int64 [rows] first position of its input, as the engine says.
             n: int64 [rows] positions, drafted tokens included.
             drafted: int64 [rows]; None for none.
+            index: `indices(lives)`, if the caller has kept it from a step with the same lives.
         """
-        index = np.fromiter((life.index for life in lives), np.int64, len(lives))
+        if index is None:
+            index = indices(lives)
         start, n = np.asarray(start, np.int64), np.asarray(n, np.int64)
         drafted = np.zeros_like(n) if drafted is None else np.asarray(drafted, np.int64)
         prompt, known, seen = self._facts[:, index]
@@ -157,6 +168,11 @@ class Roster:
         )
 
 
+def indices(lives: Sequence[Life]) -> np.ndarray:
+    """int64 [lives] their numbers."""
+    return np.array([life.index for life in lives], np.int64)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One step of an engine, and the tensors that it left.
@@ -166,7 +182,8 @@ class Step:
         t_ns: when it was launched.
         rows: what ran.
         version: weight version in force.
-        values: torch tensors on the host, or on their way there until `ready`:
+        values: torch tensors on the host, or on their way there until `ready` (numpy arrays in the
+            process that writes them):
             `token` [rows, 1 or more], -1 where none was drawn;
             `raw`, `scaled`, `processed` float32 [rows] of the (first) token of each row;
             `kept_n` int32 [rows], `kept` int32 [rows, most] ascending: the kept sets, or
@@ -196,5 +213,5 @@ class Step:
     @property
     def nbytes(self) -> int:
         """About what it holds."""
-        tensors = sum(int(v.numel() * v.element_size()) for v in self.values.values())
+        tensors = sum(int(v.nbytes) for v in self.values.values())
         return tensors + 80 * len(self.rows)

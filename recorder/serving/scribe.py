@@ -1,14 +1,12 @@
-"""From steps of a serving engine to rows of a tape; runs in the writer thread.
+"""From steps of a serving engine to rows of a tape.
 
-A block of steps is one set of arrays: Python runs per fragment, not per token, because the engine's
-own thread waits for the interpreter while it does.
+A block of steps is one set of arrays: Python runs per fragment, not per token.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -17,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from rolltape.recorder import bitmaps
-from rolltape.recorder.serving.batch import KINDS, Life, Roster, Step
+from rolltape.recorder.serving.batch import KINDS, Life, Step
 from rolltape.recorder.serving.prefix import Owner, Prefix
 from rolltape.recorder.session import Job
 from rolltape.store import TapeWriter, codecs
@@ -26,8 +24,8 @@ from rolltape.store.distributions import distribution_columns, raw_semantics
 from rolltape.store.kept import encode_kept
 from rolltape.store.schema import SEMANTICS, SUPPORT_EXPLICIT, SUPPORT_FULL, SUPPORT_UNRECORDED
 
+Lives = Mapping[int, Life]
 _LOGPROBS = ("raw", "scaled", "processed")
-_SWITCH_SECONDS = 0.0005
 #: Ids a position, on average, from which kept sets are not written as lists.
 _LARGE_SETS = 1024
 
@@ -38,7 +36,6 @@ class Scribe:
 
     Args:
         engine: its uuid.
-        roster: the lives that its steps speak of.
         layers: model layer number of each column of `routes`; empty when there are none.
         k: experts a token.
         num_experts: experts that the router chooses from.
@@ -46,95 +43,45 @@ class Scribe:
         prefix: finds the routes of cached prefixes; None if the engine shares none.
         tokens: whether this process writes tokens, supports and schedule: in a pipeline each stage
             has its own layers, and only the last draws tokens.
+        prompts: whether it writes the prompts, too; not so where a front end does.
+        lives: those that steps may speak of, by index.
     """
 
     engine: str
-    roster: Roster
     layers: tuple[int, ...] = ()
     k: int = 0
     num_experts: int = 0
     gap: str = "not-captured"
     prefix: Prefix | None = None
     tokens: bool = True
+    prompts: bool = True
+    lives: dict[int, Life] = field(default_factory=dict)
     _born: set[int] = field(default_factory=set)
 
-    def job(self, steps: Sequence[Step], ended: Sequence[Life] = ()) -> Job:
-        """A job that writes a block of steps, and forgets the lives that ended in it."""
+    def meet(self, lives: Sequence[Life]) -> None:
+        """Steps may speak of these from now on."""
+        self.lives |= {life.index: life for life in lives}
 
-        def job(writer: TapeWriter) -> None:
-            if steps and steps[-1].ready is not None:
-                for step in steps:
-                    step.ready.synchronize()
-            # the engine's thread gets the interpreter back after half a millisecond, not after five
-            interval = sys.getswitchinterval()
-            sys.setswitchinterval(min(interval, _SWITCH_SECONDS))
-            try:
-                if steps:
-                    self._write(writer, steps)
-            finally:
-                sys.setswitchinterval(interval)
-            for life in ended:
-                self.roster.forget(life)
-                self._born.discard(life.index)
-                if self.prefix is not None:
-                    self.prefix.forget(life.index)
+    def forget(self, indices: Sequence[int]) -> None:
+        """No later step speaks of these."""
+        for index in indices:
+            self.lives.pop(index, None)
+            self._born.discard(index)
+            if self.prefix is not None:
+                self.prefix.forget(index)
 
-        return job
-
-    def prompt_job(self, life: Life, logprobs: np.ndarray, vocab: int) -> Job:
-        """A job for the logprobs of a prompt, where the caller had the engine score it.
+    def write(self, writer: TapeWriter, steps: Sequence[Step]) -> None:
+        """Write a block of steps.
 
         Args:
-            life: whose prompt.
-            logprobs: float32 [prompt_len - 1] of positions 1 and on; engines score prompts raw.
-            vocab: width of the logits.
+            writer: of the tape.
+            steps: in the order in which they ran, with numpy arrays as `values`.
         """
-        meaning = raw_semantics(vocab_size=vocab, dtype="float32", source="engine")
-        row = {
-            "engine": self.engine,
-            "request": life.request,
-            "sample": life.sample,
-            "pass": 0,
-            "start": 1,
-            "n": len(logprobs),
-            "ids": [life.prompt[1 : 1 + len(logprobs)]],
-            "loss_mask": [np.zeros(len(logprobs), bool)],
-            "raw": [np.asarray(logprobs, np.float32)],
-            "semantics": pa.array([meaning], type=SEMANTICS),
-        }
-        return lambda writer: writer.append("tokens", row)
-
-    def gap_rows(self, steps: Sequence[Step]) -> list[dict[str, Any]]:
-        """What is missing if a block of steps is dropped: a row a life for the `events` table."""
-        if not steps:
-            return []
-        # asked for every block, dropped or not, by the engine's own thread
-        life = np.concatenate([s.rows.life for s in steps])
-        order = np.argsort(life, kind="stable")
-        start = np.concatenate([s.rows.start for s in steps])[order]
-        end = np.concatenate([s.rows.start + s.rows.n + s.rows.samples for s in steps])[order]
-        some, first = np.unique(life[order], return_index=True)
-        low = np.minimum.reduceat(start, first) if len(some) else start
-        high = np.maximum.reduceat(end, first) if len(some) else end
-        detail = {"steps": [steps[0].number, steps[-1].number]}
-        return [
-            {
-                "engine": self.engine,
-                "request": lived.request,
-                "sample": lived.sample,
-                "start": a,
-                "n": b - a,
-                "detail": detail,
-            }
-            for one, a, b in zip(some.tolist(), low.tolist(), high.tolist(), strict=True)
-            if (lived := self.roster.lives.get(one)) is not None
-        ]
-
-    def _write(self, writer: TapeWriter, steps: Sequence[Step]) -> None:
-        block = _Block.of(steps, self.roster)
+        block = _Block.of(steps, self.lives)
         if self.tokens:
-            self._write_prompts(writer, block)
-            drawn = _Drawn.of(steps, block, self.roster)
+            if self.prompts:
+                self._write_prompts(writer, block)
+            drawn = _Drawn.of(steps, block, self.lives)
             if len(drawn.life):
                 self._write_tokens(writer, drawn)
                 self._write_supports(writer, steps, block, drawn)
@@ -146,7 +93,7 @@ class Scribe:
 
     def _key(self, lives: Sequence[int] | np.ndarray) -> dict[str, Any]:
         some, inverse = np.unique(np.asarray(lives, np.int64), return_inverse=True)
-        known = [self.roster.lives[int(i)] for i in some]
+        known = [self.lives[int(i)] for i in some]
         where = pa.array(inverse)
         return {
             "engine": self.engine,
@@ -161,7 +108,7 @@ class Scribe:
         new = [i for i in dict.fromkeys(block.life[block.wanted].tolist()) if i not in self._born]
         if new:
             self._born.update(new)
-            prompts = [self.roster.lives[i].prompt for i in new]
+            prompts = [self.lives[i].prompt for i in new]
             writer.append(
                 "tokens",
                 {
@@ -180,7 +127,7 @@ class Scribe:
         for at in first.tolist():
             life = int(drawn.life[at])
             meanings[life, int(drawn.vocab[at]), drawn.source[at]] = self._meaning(
-                self.roster.lives[life], int(drawn.vocab[at]), drawn.source[at]
+                self.lives[life], int(drawn.vocab[at]), drawn.source[at]
             )
         writer.append(
             "tokens",
@@ -218,7 +165,7 @@ class Scribe:
     def _write_supports(
         self, writer: TapeWriter, steps: Sequence[Step], block: _Block, drawn: _Drawn
     ) -> None:
-        counts, ids = _kept_sets(steps, block, drawn, self.roster)
+        counts, ids = _kept_sets(steps, block, drawn, self.lives)
         state = np.where(counts == drawn.vocab, SUPPORT_FULL, SUPPORT_EXPLICIT)
         state = np.where(counts < 0, SUPPORT_UNRECORDED, state)
         held = np.where(state == SUPPORT_EXPLICIT, counts, 0)
@@ -265,7 +212,7 @@ class Scribe:
             return
         rows = drawn.row
         parts = [
-            np.concatenate([step.values[name].numpy() for step in steps])[rows]
+            np.concatenate([step.values[name] for step in steps])[rows]
             for name in ("top_ids", "top_logprobs", "tail")
         ]
         first = drawn.starts
@@ -350,7 +297,7 @@ class Scribe:
             rows = step.rows
             blocks = dict(rows.blocks)
             for row in np.flatnonzero(rows.cached).tolist():
-                if not self.roster.lives[int(rows.life[row])].wanted:
+                if not self.lives[int(rows.life[row])].wanted:
                     continue
                 n = int(rows.cached[row])
                 owners = [] if self.prefix is None else self.prefix.owners(n, blocks.get(row, []))
@@ -369,7 +316,7 @@ class Scribe:
         for step in steps:
             n = int(step.rows.n.sum())
             routes = step.values.get("routes")
-            here = np.full((n, *shape), -1, np.int16) if routes is None else routes.numpy()[:n]
+            here = np.full((n, *shape), -1, np.int16) if routes is None else routes[:n]
             parts.append(here)
         ids = np.concatenate(parts)
         if (block.inputs != block.n).any():
@@ -446,6 +393,31 @@ class Scribe:
         )
 
 
+def prompt_job(engine: str, life: Life, logprobs: np.ndarray, vocab: int) -> Job:
+    """A job for the logprobs of a prompt, where the caller had the engine score it.
+
+    Args:
+        engine: its uuid.
+        life: whose prompt.
+        logprobs: float32 [prompt_len - 1] of positions 1 and on; engines score prompts raw.
+        vocab: width of the logits.
+    """
+    meaning = raw_semantics(vocab_size=vocab, dtype="float32", source="engine")
+    row = {
+        "engine": engine,
+        "request": life.request,
+        "sample": life.sample,
+        "pass": 0,
+        "start": 1,
+        "n": len(logprobs),
+        "ids": [life.prompt[1 : 1 + len(logprobs)]],
+        "loss_mask": [np.zeros(len(logprobs), bool)],
+        "raw": [np.asarray(logprobs, np.float32)],
+        "semantics": pa.array([meaning], type=SEMANTICS),
+    }
+    return lambda writer: writer.append("tokens", row)
+
+
 def _kind(step: Step) -> str:
     kinds = step.rows.kinds()
     if len(kinds) and np.isin(kinds, (1, 2)).all():
@@ -475,7 +447,7 @@ class _Block:
     inputs: np.ndarray
 
     @classmethod
-    def of(cls, steps: Sequence[Step], roster: Roster) -> _Block:
+    def of(cls, steps: Sequence[Step], lives: Lives) -> _Block:
         sizes = np.array([len(step.rows) for step in steps])
 
         def joined(name: str) -> np.ndarray:
@@ -489,7 +461,7 @@ class _Block:
             token[at : at + len(part), : part.shape[1]] = part
             at += len(part)
         life = joined("life")
-        wanted = _of_lives(roster, life, lambda one: one.wanted)
+        wanted = _of_lives(lives, life, lambda one: one.wanted)
         token[~joined("samples") | ~wanted] = -1
         n, drafted = joined("n"), joined("drafted")
         accepted = np.clip((token >= 0).sum(1) - 1, 0, drafted)
@@ -513,7 +485,7 @@ def _tokens(step: Step) -> np.ndarray:
     token = step.values.get("token")
     if token is None:
         return np.full((len(step.rows), 1), -1, np.int64)
-    values: np.ndarray = token.numpy()
+    values: np.ndarray = token
     return values.reshape(len(values), -1)
 
 
@@ -546,7 +518,7 @@ class _Drawn:
     sizes: np.ndarray
 
     @classmethod
-    def of(cls, steps: Sequence[Step], block: _Block, roster: Roster) -> _Drawn:
+    def of(cls, steps: Sequence[Step], block: _Block, lives: Lives) -> _Drawn:
         row, column = np.nonzero(block.token >= 0)
         life = block.life[row]
         position = (block.start + block.n - block.drafted)[row] + column
@@ -554,9 +526,9 @@ class _Drawn:
         row, column, life, position = row[order], column[order], life[order], position[order]
         sizes = np.array([len(step.rows) for step in steps])
         which = np.repeat(np.arange(len(steps)), sizes)[row]
-        greedy = _of_lives(roster, life, lambda one: one.greedy)
+        greedy = _of_lives(lives, life, lambda one: one.greedy)
         logprobs = {}
-        edited = _of_lives(roster, life, lambda one: bool(one.edits))
+        edited = _of_lives(lives, life, lambda one: bool(one.edits))
         for name in _LOGPROBS:
             values, there = _column(steps, name)
             # of a row with accepted drafts only the first token was measured
@@ -591,13 +563,13 @@ def _column(steps: Sequence[Step], name: str) -> tuple[np.ndarray, np.ndarray]:
     for step in steps:
         tensor = step.values.get(name)
         n = len(step.rows)
-        values.append(np.zeros(n, np.float32) if tensor is None else tensor.numpy())
+        values.append(np.zeros(n, np.float32) if tensor is None else tensor)
         there.append(np.full(n, tensor is not None))
     return np.concatenate(values), np.concatenate(there)
 
 
 def _kept_sets(
-    steps: Sequence[Step], block: _Block, drawn: _Drawn, roster: Roster
+    steps: Sequence[Step], block: _Block, drawn: _Drawn, lives: Lives
 ) -> tuple[np.ndarray, np.ndarray]:
     """The kept set of every drawn token.
 
@@ -605,8 +577,8 @@ def _kept_sets(
         int64 sizes, the width of the logits for all of it and -1 where it was not recorded; and
         uint32 ids of the explicit sets, one after another.
     """
-    greedy = _of_lives(roster, drawn.life, lambda one: one.greedy)
-    free = _of_lives(roster, drawn.life, lambda one: not one.truncation and not one.edits)
+    greedy = _of_lives(lives, drawn.life, lambda one: one.greedy)
+    free = _of_lives(lives, drawn.life, lambda one: not one.truncation and not one.edits)
     width = max([s.values["kept"].shape[1] for s in steps if "kept" in s.values], default=0)
     counts = np.full(len(block.life), -1, np.int64)
     lists = np.zeros((len(block.life), width), np.uint32)
@@ -615,13 +587,13 @@ def _kept_sets(
     for step in steps:
         rows = slice(at, at + len(step.rows))
         if "kept" in step.values:
-            counts[rows] = step.values["kept_n"].numpy()
-            part = step.values["kept"].numpy()
+            counts[rows] = step.values["kept_n"]
+            part = step.values["kept"]
             lists[rows, : part.shape[1]] = part
             over = (counts[rows] > part.shape[1]) & (counts[rows] != step.vocab)
             counts[rows] = np.where(over, -1, counts[rows])  # more than there was room for
         elif "bitmap" in step.values:
-            bitmap = step.values["bitmap"].numpy()
+            bitmap = step.values["bitmap"]
             sizes = bitmaps.set_sizes(bitmap[None])[:, 0]
             counts[rows] = sizes
             for i in np.flatnonzero(sizes != step.vocab).tolist():
@@ -644,10 +616,10 @@ def _kept_sets(
     return mine, taken[np.arange(taken.shape[1]) < held[:, None]]
 
 
-def _of_lives(roster: Roster, life: np.ndarray, ask: Any) -> np.ndarray:
+def _of_lives(lives: Lives, life: np.ndarray, ask: Any) -> np.ndarray:
     """A bool of each life, asked once a life."""
     some, inverse = np.unique(life, return_inverse=True)
-    answers = np.array([ask(roster.lives[int(i)]) for i in some], bool)
+    answers = np.array([ask(lives[int(i)]) for i in some], bool)
     of_each: np.ndarray = answers[inverse]
     return of_each
 

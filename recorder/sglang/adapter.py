@@ -13,13 +13,13 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import wrapt
 
 from rolltape.recorder.gating import LeftOut, prompt_key, wants
+from rolltape.recorder.patches import Patches
 from rolltape.recorder.rows import engine_job
 from rolltape.recorder.session import Session, recording
 from rolltape.recorder.sglang.facts import engine_facts, find_moe, read_sampling, settings
@@ -33,7 +33,7 @@ ASK_VARIABLE = "ROLLTAPE_SGLANG_ASK"
 
 _UPDATES = ("disk", "tensor", "distributed", "ipc")
 _OWN_ID = re.compile(r"[0-9a-f]{32}")  # uuid4: it does not come again
-_patches: list[tuple[Any, str, Any]] = []
+_patches = Patches()
 _fronts: weakref.WeakKeyDictionary[Any, Front] = weakref.WeakKeyDictionary()
 
 
@@ -48,27 +48,21 @@ def bind() -> bool:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     around = {
-        "_send_one_request": _around_send_one,
-        "_send_batch_request": _around_send_batch,
-        "_handle_batch_output": _around_output,
-        "_handle_abort_req": _around_abort,
+        "_send_one_request": _shown("sglang.open", "tokenized_obj", _open_one),
+        "_send_batch_request": _shown("sglang.open", "tokenized_objs", Front.opened),
+        "_handle_batch_output": _shown("sglang.answer", "recv_obj", Front.answered),
+        "_handle_abort_req": _shown("sglang.abort", "recv_obj", Front.aborted),
         "update_weight_version": _around_update,
         **{f"update_weights_from_{kind}": _around_update for kind in _UPDATES},
     }
     for name, wrapper in around.items():
-        owner = next((c for c in TokenizerManager.__mro__ if name in vars(c)), None)
-        if owner is not None:
-            original = vars(owner)[name]
-            _patches.append((owner, name, original))
-            setattr(owner, name, wrapt.FunctionWrapper(original, wrapper))
-    return True
+        _patches.around(TokenizerManager, name, wrapper, inherited=True)
+    return bool(_patches)
 
 
 def unbind() -> None:
     """Undo `bind`."""
-    while _patches:
-        owner, name, original = _patches.pop()
-        setattr(owner, name, original)
+    _patches.undo()
 
 
 class Front:
@@ -105,7 +99,7 @@ class Front:
             dtype="bfloat16" if effective.get("rl_on_policy_target") else "float32",
         )
         self._put(session, engine_job(self.engine, "rollout", "sglang", facts, asked), "engines")
-        session.before_close.append(lambda: self._flush(session))
+        session.flushers.append(lambda: self._flush(session))
         self.name_version(session, self._named(manager))
 
     def _put(self, session: Session, job: Any, table: str) -> None:
@@ -257,7 +251,7 @@ class Front:
 
     # -- answers --------------------------------------------------------------------------
 
-    def answered(self, session: Session, out: Any, manager: Any) -> None:
+    def answered(self, session: Session, manager: Any, out: Any) -> None:
         """A batch of answers: `BatchStrOutput` or `BatchTokenIDOutput`."""
         if getattr(out, "finished_reasons", None) is None or not hasattr(out, "output_ids"):
             return
@@ -314,7 +308,7 @@ class Front:
             cached=_item(out, "cached_tokens", i),
         )
 
-    def aborted(self, session: Session, out: Any, manager: Any) -> None:
+    def aborted(self, session: Session, manager: Any, out: Any) -> None:
         """A request was aborted before it had any output: `AbortReq`."""
         life = self.lives.pop(getattr(out, "rid", ""), None)
         if life is None:
@@ -387,48 +381,29 @@ def _digest_group(prompt: np.ndarray) -> str:
 # -- the patches --------------------------------------------------------------------------
 
 
-def _around_send_one(wrapped: Any, manager: Any, args: Any, kwargs: Any) -> Any:
-    session = recording()
-    if session is not None:
-        request = args[0] if args else kwargs.get("tokenized_obj")
-        session.safely("sglang.open", _open, session, manager, [request])
-    return wrapped(*args, **kwargs)
+def _shown(fault: str, keyword: str, show: Callable[[Front, Session, Any, Any], None]) -> Any:
+    """Wrapper of a method with one argument, which is shown to the front before the engine has it.
+
+    Args:
+        fault: what an error of ours is counted as.
+        keyword: name of the argument.
+        show: called with the front, the session, the manager and the argument.
+    """
+
+    def look(session: Session, manager: Any, given: Any) -> None:
+        show(_front(session, manager), session, manager, given)
+
+    def around(wrapped: Any, manager: Any, args: Any, kwargs: Any) -> Any:
+        session = recording()
+        if session is not None:
+            session.safely(fault, look, session, manager, args[0] if args else kwargs.get(keyword))
+        return wrapped(*args, **kwargs)
+
+    return around
 
 
-def _around_send_batch(wrapped: Any, manager: Any, args: Any, kwargs: Any) -> Any:
-    session = recording()
-    if session is not None:
-        requests = args[0] if args else kwargs.get("tokenized_objs")
-        session.safely("sglang.open", _open, session, manager, requests)
-    return wrapped(*args, **kwargs)
-
-
-def _open(session: Session, manager: Any, requests: Any) -> None:
-    _front(session, manager).opened(session, manager, requests)
-
-
-def _around_output(wrapped: Any, manager: Any, args: Any, kwargs: Any) -> Any:
-    session = recording()
-    if session is not None:
-        out = args[0] if args else kwargs.get("recv_obj")
-        session.safely("sglang.answer", _answered, session, manager, out)
-    return wrapped(*args, **kwargs)
-
-
-def _answered(session: Session, manager: Any, out: Any) -> None:
-    _front(session, manager).answered(session, out, manager)
-
-
-def _around_abort(wrapped: Any, manager: Any, args: Any, kwargs: Any) -> Any:
-    session = recording()
-    if session is not None:
-        out = args[0] if args else kwargs.get("recv_obj")
-        session.safely("sglang.abort", _on_abort, session, manager, out)
-    return wrapped(*args, **kwargs)
-
-
-def _on_abort(session: Session, manager: Any, out: Any) -> None:
-    _front(session, manager).aborted(session, out, manager)
+def _open_one(front: Front, session: Session, manager: Any, request: Any) -> None:
+    front.opened(session, manager, [request])
 
 
 def _around_update(wrapped: Any, manager: Any, args: Any, kwargs: Any) -> Any:

@@ -93,11 +93,14 @@ def _around_outputs(wrapped: Any, processor: Any, args: Any, kwargs: Any) -> Any
         return wrapped(*args, **kwargs)
     outputs = args[0] if args else kwargs.get("engine_core_outputs", ())
     states = processor.request_states
-    # a finished request is gone from `request_states` afterwards
-    asked = [(output, states.get(output.request_id)) for output in outputs]
+    before = dict(states)  # a finished request is gone afterwards
     result = wrapped(*args, **kwargs)
-    ended = [(o, s) for o, s in asked if s is not None and o.request_id not in states]
-    if ended:
+    if len(states) != len(before):
+        ended = [
+            (output, before[name])
+            for output in outputs
+            if (name := output.request_id) in before and name not in states
+        ]
         session.safely("vllm.close", _close_all, session, engine, ended)
     return result
 

@@ -16,11 +16,12 @@ from rolltape.recorder.digest import group_digests
 from rolltape.recorder.gating import in_steps, prompt_key, wants
 from rolltape.recorder.parts import parts_of_vllm
 from rolltape.recorder.rows import engine_job
-from rolltape.recorder.serving.batch import Life, Roster, Rows, Step
+from rolltape.recorder.serving.batch import Life, Roster, Rows, Step, indices
+from rolltape.recorder.serving.blocks import Blocks
 from rolltape.recorder.serving.device import Outlet, RouteBuffer
 from rolltape.recorder.serving.distribution import measure
 from rolltape.recorder.serving.prefix import Prefix
-from rolltape.recorder.serving.scribe import Scribe
+from rolltape.recorder.serving.scribe import Scribe, prompt_job
 from rolltape.recorder.session import Session
 from rolltape.recorder.settings import record_settings
 from rolltape.recorder.top import check_top, top_logprobs
@@ -29,16 +30,10 @@ from rolltape.recorder.vllm.identity import engine_of, request_of
 from rolltape.recorder.vllm.sampling import read_sampling, recorded
 from rolltape.recorder.weights import Versions
 
-#: A block is handed over after this long, this many steps or this many bytes.
-BLOCK_SECONDS = 1.0
-BLOCK_STEPS = 128
-BLOCK_BYTES = 32 << 20
-
 #: Steps of a data-parallel replica are numbered from its rank times this.
 REPLICA_STEPS = 1 << 40
 
 _routers: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
-_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 _binding = threading.Lock()
 
 
@@ -63,12 +58,14 @@ class _Batch:
 
     Args:
         lives: of each row.
+        index: int64 [rows] their numbers.
         masked: whether truncation or edits leave out ids in any row.
         warm: whether any row divides by a temperature other than 1.
         top_k: most ids of a kept set; 0 if that is not bounded in every row that cuts.
     """
 
     lives: list[Life]
+    index: np.ndarray
     masked: bool
     warm: bool
     top_k: int
@@ -79,6 +76,7 @@ class _Batch:
         bounded = all(r.top_k > 0 and not r.edits for r in cutting)
         return cls(
             lives,
+            indices(lives),
             bool(cutting),
             any(not r.greedy and r.temperature != 1.0 for r in lives),
             max((r.top_k for r in cutting), default=0) if bounded else 0,
@@ -86,7 +84,7 @@ class _Batch:
 
 
 class Recorder:
-    """Records one runner. Only the engine's own thread calls it, but for `tick`.
+    """Records one runner. Only the engine's own thread calls it.
 
     Args:
         session: where to.
@@ -103,10 +101,6 @@ class Recorder:
         self.padded: int | None = None
         self.scheduled: Any = None
         self._next = int(parallel.data_parallel_rank) * REPLICA_STEPS
-        self._pending: list[Step] = []
-        self._ended: list[Life] = []
-        self._bytes, self._since = 0, 0.0
-        self._lock = threading.Lock()
         self._lives: dict[str, Life | None] = {}
         self._rows: Rows | None = None
         self._batch = _Batch.of([])
@@ -130,15 +124,15 @@ class Recorder:
         requested, facts["effective"] = record_settings(
             session, self.engine, requested, facts["effective"]
         )
-        self.scribe = Scribe(
+        scribe = Scribe(
             engine=self.engine,
-            roster=self.roster,
             layers=moe.layers if self._buffer is not None else (),
             k=moe.k,
             num_experts=moe.num_experts,
             gap=moe.reason or "not-captured",
             prefix=Prefix(self._size) if shares and self._buffer is not None else None,
         )
+        self.blocks = Blocks(session, self.roster, scribe, self)
         self._columns = facts.pop("columns")
         job = engine_job(self.engine, "rollout", "vllm", facts, requested)
         session.put(job, nbytes=8192, gap={"engine": self.engine, "detail": {"table": "engines"}})
@@ -151,10 +145,6 @@ class Recorder:
         self._model = weakref.ref(model)
         self._stale = True  # what is loaded has not been digested
         self._watch_weights(model)
-        _recorders.add(self)
-        session.before_close.append(self.flush)
-        self._ticker = threading.Thread(target=_tick, args=(weakref.ref(self),), daemon=True)
-        self._ticker.start()
 
     def _watch_weights(self, model: Any) -> None:
         """Whatever way an update takes, it ends in `load_weights` of the model."""
@@ -229,14 +219,15 @@ class Recorder:
         for name in scheduled.finished_req_ids:
             life = self._lives.pop(name, None)
             if life is not None:
-                self._ended.append(life)
+                self.blocks.end(life)
         for new in scheduled.scheduled_new_reqs:
             self._lives[new.req_id] = self._born(new)
         if scheduled.finished_req_ids or scheduled.scheduled_new_reqs:
             self._same = None
         cached = scheduled.scheduled_cached_reqs
-        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if not self._size or (not blocks and name not in cached.resumed_req_ids):
+        gets = cached.new_block_ids if self._size else ()
+        for name, blocks in zip(cached.req_ids, gets, strict=False):
+            if not blocks and name not in cached.resumed_req_ids:
                 continue
             life = self._lives.get(name)
             if life is None:
@@ -293,7 +284,8 @@ class Recorder:
                 return
             self._same = (list(ids), _Batch.of(known))
         self._batch = self._same[1]
-        self._rows = self.roster.place(self._batch.lives, start, n, drafted)
+        same = self._batch
+        self._rows = self.roster.place(same.lives, start, n, drafted, index=same.index)
         self._t_ns = time.time_ns()
         self._graph = _graph()
 
@@ -364,7 +356,7 @@ class Recorder:
             life = self._lives.get(name)
             if life is not None and life.wanted and scores is not None:
                 logprobs = scores.logprobs[:, 0].float().cpu().numpy()
-                job = self.scribe.prompt_job(life, logprobs, self._vocab)
+                job = prompt_job(self.engine, life, logprobs, self._vocab)
                 gap = {"engine": self.engine, "request": life.request, "sample": life.sample}
                 detail = {"reason": "logprobs of its prompt"}
                 self.session.put(job, nbytes=logprobs.nbytes, gap={**gap, "detail": detail})
@@ -394,53 +386,13 @@ class Recorder:
             columns=self._columns,
             ready=ready,
         )
-        with self._lock:
-            if not self._pending:
-                self._since = time.monotonic()
-            self._pending.append(step)
-            self._bytes += step.nbytes
-            full = len(self._pending) >= BLOCK_STEPS or self._bytes >= BLOCK_BYTES
-        if full or time.monotonic() - self._since >= BLOCK_SECONDS:
-            self.flush()
-
-    # -- blocks ---------------------------------------------------------------------------
-
-    def flush(self) -> None:
-        """Hand the steps so far to the writer thread."""
-        with self._lock:
-            steps, self._pending = self._pending, []
-            ended, self._ended = self._ended, []
-            size, self._bytes = self._bytes, 0
-            if not steps and not ended:
-                return
-            job = self.scribe.job(steps, ended)
-            self.session.put(job, nbytes=size, gap=self.scribe.gap_rows(steps))
-
-    def tick(self) -> None:
-        """Called now and then: an engine that has nothing to do does not call `finish`."""
-        if self._pending and time.monotonic() - self._since >= BLOCK_SECONDS:
-            self.session.safely("vllm.flush", self.flush)
-
-    @staticmethod
-    def close_all(session: Session) -> None:
-        """A worker ends: everything is written before it is gone."""
-        for recorder in list(_recorders):
-            if recorder.session is session:
-                recorder.flush()
-        session.commit()
+        self.blocks.add(step)
 
 
 def _tensor_rank() -> int:
     from vllm.distributed.parallel_state import get_tp_group
 
     return int(get_tp_group().rank_in_group)
-
-
-def _tick(of: weakref.ref[Recorder]) -> None:
-    while (recorder := of()) is not None:
-        recorder.tick()
-        del recorder
-        time.sleep(BLOCK_SECONDS / 2)
 
 
 def _graph() -> str | None:

@@ -75,7 +75,7 @@ def around_load(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:
 def _around_shutdown(wrapped: Any, worker: Any, args: Any, kwargs: Any) -> Any:
     session = recording()
     if session is not None:
-        session.safely("vllm.shutdown", Recorder.close_all, session)
+        session.safely("vllm.shutdown", session.commit)
     return wrapped(*args, **kwargs)
 
 
@@ -134,11 +134,15 @@ def _rows(recorder: Recorder, runner: Any, kwargs: Any) -> None:
 
     batch, scheduled = runner.input_batch, recorder.scheduled
     ids = batch.req_ids[: batch.num_reqs]
-    drafts = scheduled.scheduled_spec_decode_tokens
+    drafts, counts = scheduled.scheduled_spec_decode_tokens, scheduled.num_scheduled_tokens
+    if scheduled.total_num_scheduled_tokens == len(ids):  # a token each
+        n = np.ones(len(ids), np.int64)
+    else:
+        n = np.array([counts[name] for name in ids], np.int64)
     recorder.launch(
         ids,
         np.array(batch.num_computed_tokens_cpu[: batch.num_reqs], np.int64),
-        np.array([scheduled.num_scheduled_tokens[name] for name in ids], np.int64),
+        n,
         np.array([len(drafts.get(name, ())) for name in ids], np.int64) if drafts else None,
     )
     tokens = kwargs.get("input_ids")

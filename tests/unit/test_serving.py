@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rolltape.recorder.serving.device import Outlet, RouteBuffer  # noqa: E402
 from rolltape.recorder.serving.distribution import measure  # noqa: E402
 from rolltape.recorder.serving.prefix import Prefix  # noqa: E402
 from rolltape.recorder.serving.scribe import Scribe  # noqa: E402
+from rolltape.recorder.serving.wire import pack, travelling, unpack  # noqa: E402
 
 ENGINE = "ab" * 16
 LAYERS, K, EXPERTS, VOCAB = (1, 3), 2, 8, 100
@@ -31,7 +33,6 @@ class Engine:
         self.roster = Roster(block_size)
         self.scribe = Scribe(
             engine=ENGINE,
-            roster=self.roster,
             layers=LAYERS,
             k=K,
             num_experts=EXPERTS,
@@ -76,7 +77,10 @@ class Engine:
     def write(self, *blocks: slice) -> Any:
         with store.TapeWriter(self.tape) as writer:
             for block in blocks or (slice(None),):
-                self.scribe.job(self.steps[block])(writer)
+                self.scribe.meet(travelling(self.roster.take_new()))
+                self.scribe.write(
+                    writer, unpack(pickle.loads(pickle.dumps(pack(self.steps[block]))))
+                )
             for life in self.roster.lives.values():
                 writer.append(
                     "sequences",
@@ -152,18 +156,6 @@ def test_a_prefix_of_unknown_blocks_is_missing_with_the_reason(tmp_path: Path) -
     assert not routes.valid[:4].any()
     assert routes.valid[4:6].all()
     assert routes.missing == ((0, 4, None, "cached"),)
-
-
-def test_a_block_that_is_dropped_says_which_positions_are_missing(tmp_path: Path) -> None:
-    engine = Engine(tmp_path)
-    a, b = engine.life("a", 7, [1, 2, 3]), engine.life("b", 2, [4, 5])
-    engine.step((a, 0, 3))
-    engine.step((b, 0, 2), (a, 3, 4))
-    engine.step((a, 7, 1), (b, 2, 1))
-    gaps = {row["request"]: row for row in engine.scribe.gap_rows(engine.steps[1:])}
-    assert [(gaps[name]["start"], gaps[name]["n"]) for name in "ab"] == [(3, 6), (0, 4)]
-    assert gaps["a"]["detail"] == {"steps": [1, 2]}
-    assert engine.scribe.gap_rows([]) == []
 
 
 def test_rejected_drafts_are_no_rows(tmp_path: Path) -> None:
