@@ -99,13 +99,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     parser.add_argument("--engine", default="transformers", choices=("transformers", "vllm"))
     parser.add_argument("--starts", type=int, default=3, help="vllm: engine starts a side")
+    parser.add_argument("--together", type=int, default=1, help="vllm: engines up at a time")
+    parser.add_argument("--workloads", default="logprobs,none", help="vllm: see vllm_job.py")
     parser.add_argument("job", nargs="*", help="vllm: arguments of vllm_job.py, behind --")
     args = parser.parse_args()
     if args.engine == "vllm":
         from vllm_sides import compare
 
         job = ["--random-moe", str(args.random_moe)] if args.random_moe else ["--model", args.model]
-        print(json.dumps({"engine": "vllm", **compare(args, job + args.job)}))
+        job += ["--workloads", args.workloads, *args.job]
+        print(json.dumps({"engine": "vllm", **compare(args, job)}))
         return
     model, batch = load(args)
 

@@ -2,6 +2,7 @@
 
 Prints a line of JSON for each timed run: workload, tokens, seconds, tokens per second. With
 `--outputs FILE` token ids, logprobs and the engine's own routes of the last run are kept there.
+With `--turns` a line on stdin is waited for before each workload, so that engines can share a GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import random
 import resource
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -61,6 +63,8 @@ def main() -> None:
     parser.add_argument("--workloads", default="logprobs,none")
     parser.add_argument("--routes", action="store_true", help="have the engine return its routes")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--turns", action="store_true", help="wait for a line before a workload")
+    parser.add_argument("--kv-mb", type=int, default=0, help="KV cache; 0: the engine decides")
     parser.add_argument("--outputs", type=Path, default=None)
     args = parser.parse_args()
 
@@ -74,6 +78,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = random_model(args.random_moe, Path(folder)) if args.random_moe else args.model
         extra: dict[str, Any] = {"load_format": "dummy"} if args.random_moe else {}
+        if args.kv_mb:
+            extra["kv_cache_memory_bytes"] = args.kv_mb << 20
         if args.routes:
             extra["enable_return_routed_experts"] = True
         llm = LLM(
@@ -109,17 +115,26 @@ def main() -> None:
             detokenize=False,
             logprobs=0 if workload == "logprobs" else None,
         )
+        if args.turns:
+            sys.stdin.readline()
         llm.generate(batch(), params, use_tqdm=False)  # not timed
         spent, run = 0.0, 0
         while spent < args.seconds or run == 0:
             prompts = batch()
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.thread_time()
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            took = time.perf_counter() - begin
+            took, cpu = time.perf_counter() - begin, time.thread_time() - cpu
             spent, run = spent + took, run + 1
             tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
-            line = {"workload": workload, "tokens": tokens, "seconds": took, "rate": tokens / took}
+            line = {
+                "workload": workload,
+                "tokens": tokens,
+                "seconds": took,
+                "rate": tokens / took,
+                "thread": cpu / took,  # how busy the calling thread was
+            }
             print(json.dumps(line), flush=True)
+        print(json.dumps({"done": workload}), flush=True)
     memory = {"rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
     if torch.cuda.is_available():
         memory["device_peak_mb"] = torch.cuda.max_memory_allocated() / 2**20

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+#: Pinned memory is taken in pieces of this size.
+SLAB_BYTES = 4 << 20
+
 
 class RouteBuffer:
     """Expert ids of one step, written by hooks that a graph may hold.
@@ -53,6 +56,8 @@ class Outlet:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._slab: torch.Tensor | None = None
+        self._used = 0
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Any]:
         """Start the copies.
@@ -72,26 +77,39 @@ class Outlet:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for names in groups.values():
-                out |= _copied({name: tensors[name] for name in names}, self._stream)
+                out |= self._copied({name: tensors[name] for name in names}, self._stream)
             done = torch.cuda.Event()
             done.record(self._stream)
         return out, done
 
+    def _copied(self, tensors: Mapping[str, torch.Tensor], stream: Any) -> dict[str, torch.Tensor]:
+        """Host copies of tensors of one storage: of several the storage, in one copy."""
+        first = next(iter(tensors.values()))
+        first.record_stream(stream)
+        if len(tensors) == 1:
+            host = self._room(first.nbytes).view(first.dtype).view(first.shape)
+            return {name: host.copy_(first, non_blocking=True) for name in tensors}
+        storage = first.untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
+        host = self._room(len(whole))
+        host.copy_(whole, non_blocking=True)
+        pinned, at = host.untyped_storage(), host.storage_offset()
+        return {
+            name: torch.empty(0, dtype=t.dtype).set_(
+                pinned, at // t.element_size() + t.storage_offset(), t.shape, t.stride()
+            )
+            for name, t in tensors.items()
+        }
 
-def _copied(tensors: Mapping[str, torch.Tensor], stream: Any) -> dict[str, torch.Tensor]:
-    """Host copies of tensors of one storage: of several the storage, in one copy."""
-    first = next(iter(tensors.values()))
-    first.record_stream(stream)
-    if len(tensors) == 1:
-        host = torch.empty(first.shape, dtype=first.dtype, pin_memory=True)
-        return {name: host.copy_(first, non_blocking=True) for name in tensors}
-    storage = first.untyped_storage()
-    whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
-    host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=True)
-    host.copy_(whole, non_blocking=True)
-    return {
-        name: torch.empty(0, dtype=t.dtype).set_(
-            host.untyped_storage(), t.storage_offset(), t.shape, t.stride()
-        )
-        for name, t in tensors.items()
-    }
+    def _room(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] of pinned memory, aligned for any dtype.
+
+        It is asked for in large pieces: one for each tensor costs the engine's thread more than
+        the copy does. A piece lives as long as any tensor in it.
+        """
+        if self._slab is None or self._used + nbytes > len(self._slab):
+            size = max(nbytes, SLAB_BYTES)
+            self._slab, self._used = torch.empty(size, dtype=torch.uint8, pin_memory=True), 0
+        room = self._slab[self._used : self._used + nbytes]
+        self._used += -(-nbytes // 64) * 64
+        return room
