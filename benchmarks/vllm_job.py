@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--routes", action="store_true", help="have the engine return its routes")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--turns", action="store_true", help="wait for a line before a workload")
+    parser.add_argument("--graphs", default="", help="capture sizes of CUDA graphs; the engine's")
     parser.add_argument("--kv-mb", type=int, default=0, help="KV cache; 0: the engine decides")
     parser.add_argument("--outputs", type=Path, default=None)
     args = parser.parse_args()
@@ -80,6 +81,9 @@ def main() -> None:
         extra: dict[str, Any] = {"load_format": "dummy"} if args.random_moe else {}
         if args.kv_mb:
             extra["kv_cache_memory_bytes"] = args.kv_mb << 20
+        if args.graphs:
+            sizes = [int(size) for size in args.graphs.split(",")]
+            extra["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         if args.routes:
             extra["enable_return_routed_experts"] = True
         llm = LLM(
@@ -90,7 +94,7 @@ def main() -> None:
             max_num_seqs=args.prompts,
             max_num_batched_tokens=8192,
             enforce_eager=args.eager,
-            gpu_memory_utilization=0.8,
+            gpu_memory_utilization=0.1 if args.kv_mb else 0.8,
             seed=1,
             **extra,
         )
