@@ -32,6 +32,8 @@ MAX_FAULTS = 3
 #: does not answer.
 _CLOSE_SECONDS = 60.0
 PUT_SECONDS = 20.0
+#: While there are more jobs to do, rows are flushed this often.
+_FLUSH_SECONDS = 0.2
 #: Errors of a writer after which nothing more can be written.
 FATAL = (OSError, StorageError, TapeFullError)
 #: Rows of events kept while nothing can be written; what is more is only counted.
@@ -178,11 +180,16 @@ class Session:
             writer = open_writer(
                 self.tape, self.options, lambda: time.monotonic() >= self._give_up_at
             )
+            ran: list[_Item] = []  # and what they wrote is not yet flushed
+            flushed = time.monotonic()
             while not isinstance(item := self._next(writer), _End):
-                if item is not None:
-                    self._do(writer, item)
-                self._write_gaps(writer)
-                writer.flush()
+                if item is not None and self._do(item, writer):
+                    ran.append(item)
+                # many small jobs share a flush, which takes the interpreter longer than they do
+                if self._items and time.monotonic() - flushed < _FLUSH_SECONDS:
+                    continue
+                self._flush(writer, ran)
+                ran, flushed = [], time.monotonic()
             self._write_gaps(writer)
             writer.close()
         except Exception as error:  # disk full, folder gone: recording ends, the job does not
@@ -219,25 +226,35 @@ class Session:
             self._busy = True
             return self._items.popleft()
 
-    def _do(self, writer: TapeWriter, item: _Item) -> None:
+    def _do(self, item: _Item, writer: TapeWriter) -> bool:
+        """Run a job; whether it did what it should."""
         try:
-            item.job(writer)
-            writer.flush()
-        except FATAL:
-            with self._lock:
-                self._add_gap(item.gap)
-            raise
-        except Exception as error:
-            with self._lock:
-                self._add_gap(item.gap)
-            try:
-                self.fault("writer", error)
-            except Exception:  # strict: there is no job on this thread that could fail
-                warn("strict: the writer thread failed; the recording is incomplete")
+            return self._apart(lambda: item.job(writer), [item])
         finally:
             with self._lock:
                 self._bytes -= item.nbytes
                 self._lock.notify_all()
+
+    def _flush(self, writer: TapeWriter, ran: list[_Item]) -> None:
+        self._write_gaps(writer)
+        self._apart(writer.flush, ran)
+
+    def _apart(self, call: Callable[[], None], items: list[_Item]) -> bool:
+        """Call something of the writer; what is missing if it fails are the gaps of `items`."""
+        try:
+            call()
+            return True
+        except Exception as error:
+            with self._lock:
+                for item in items:
+                    self._add_gap(item.gap)
+            if isinstance(error, FATAL):
+                raise
+            try:
+                self.fault("writer", error)
+            except Exception:  # strict: there is no job on this thread that could fail
+                warn("strict: the writer thread failed; the recording is incomplete")
+            return False
 
     def _write_gaps(self, writer: TapeWriter) -> None:
         with self._lock:

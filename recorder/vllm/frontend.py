@@ -21,8 +21,34 @@ from rolltape.recorder.vllm.identity import engine_of, request_of
 from rolltape.recorder.vllm.sampling import recorded, settings
 from rolltape.store import TapeWriter, token_digest
 
-_ENGINE = "_rolltape_engine"
+_FRONT = "_rolltape"
 _patches = Patches()
+
+
+class _Front:
+    """What is known of one output processor.
+
+    Args:
+        session: where it is recorded.
+        engine: uuid of the engine that it serves.
+
+    Rows of sequences that were opened wait for the next step: hundreds of requests may come at
+    once, and a row of its own for each takes the interpreter from the engine.
+    """
+
+    def __init__(self, session: Session, engine: str) -> None:
+        self.session, self.engine = session, engine
+        self.opened: list[dict[str, Any]] = []
+        session.flushers.append(self.flush)
+
+    def flush(self) -> None:
+        rows, self.opened = self.opened, []
+        _put(self.session, rows)
+
+
+def _front(session: Session | None, processor: Any) -> _Front | None:
+    front = getattr(processor, _FRONT, None)
+    return front if isinstance(front, _Front) and front.session is session else None
 
 
 def bind() -> bool:
@@ -67,15 +93,16 @@ def _around_engine(wrapped: Any, front: Any, args: Any, kwargs: Any) -> Any:
 def _name_engine(session: Session, front: Any) -> None:
     config = front.vllm_config
     engine = engine_of(config)
-    setattr(front.output_processor, _ENGINE, engine)
+    setattr(front.output_processor, _FRONT, _Front(session, engine))
     facts = {"process": "frontend", "model": str(config.model_config.model)}
     job = engine_job(engine, "rollout", "vllm", facts)
     session.put(job, nbytes=4096, gap={"engine": engine, "detail": {"table": "engines"}})
 
 
 def _around_add(wrapped: Any, processor: Any, args: Any, kwargs: Any) -> Any:
-    session, engine = recording(), getattr(processor, _ENGINE, None)
-    if session is None or engine is None:
+    session = recording()
+    front = _front(session, processor)
+    if session is None or front is None:
         return wrapped(*args, **kwargs)
     request = args[0] if args else kwargs.get("request")
     name = getattr(request, "request_id", None)
@@ -83,14 +110,17 @@ def _around_add(wrapped: Any, processor: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     state = processor.request_states.get(name)
     if state is not None and not known:
-        session.safely("vllm.open", _open, session, engine, state, request)
+        session.safely("vllm.open", _open, front, state, request)
     return result
 
 
 def _around_outputs(wrapped: Any, processor: Any, args: Any, kwargs: Any) -> Any:
-    session, engine = recording(), getattr(processor, _ENGINE, None)
-    if session is None or engine is None:
+    session = recording()
+    front = _front(session, processor)
+    if session is None or front is None:
         return wrapped(*args, **kwargs)
+    if front.opened:
+        session.safely("vllm.open", front.flush)
     outputs = args[0] if args else kwargs.get("engine_core_outputs", ())
     states = processor.request_states
     before = dict(states)  # a finished request is gone afterwards
@@ -101,19 +131,22 @@ def _around_outputs(wrapped: Any, processor: Any, args: Any, kwargs: Any) -> Any
             for output in outputs
             if (name := output.request_id) in before and name not in states
         ]
-        session.safely("vllm.close", _close_all, session, engine, ended)
+        session.safely("vllm.close", _close_all, session, front.engine, ended)
     return result
 
 
 def _around_abort(wrapped: Any, processor: Any, args: Any, kwargs: Any) -> Any:
-    session, engine = recording(), getattr(processor, _ENGINE, None)
-    if session is None or engine is None:
+    session = recording()
+    front = _front(session, processor)
+    if session is None or front is None:
         return wrapped(*args, **kwargs)
+    if front.opened:
+        session.safely("vllm.open", front.flush)
     before = dict(processor.request_states)
     result = wrapped(*args, **kwargs)
     gone = [state for name, state in before.items() if name not in processor.request_states]
     if gone:
-        session.safely("vllm.close", _abort_all, session, engine, gone)
+        session.safely("vllm.close", _abort_all, session, front.engine, gone)
     return result
 
 
@@ -140,14 +173,14 @@ def _wanted(session: Session, state: Any, params: Any) -> bool:
     return wants(prompt_key(state.prompt_token_ids), session.options)
 
 
-def _open(session: Session, engine: str, state: Any, request: Any) -> None:
+def _open(front: _Front, state: Any, request: Any) -> None:
     params = getattr(request, "sampling_params", None)
-    if not _wanted(session, state, params):
+    if not _wanted(front.session, state, params):
         return
-    row = _sequence(engine, state)
+    row = _sequence(front.engine, state)
     state._rolltape = json.dumps(settings(params))
     row.update(finish="open", opened_ns=time.time_ns(), sampling=state._rolltape)
-    _put(session, [row])
+    front.opened.append(row)
 
 
 def _close_all(session: Session, engine: str, ended: list[tuple[Any, Any]]) -> None:
