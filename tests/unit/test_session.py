@@ -277,3 +277,25 @@ def test_options_travel_by_environment(tmp_path: Path) -> None:
 def test_bad_options_are_named(env: dict[str, str]) -> None:
     with pytest.raises(UsageError):
         Options.from_environment(env)
+
+
+def test_jobs_that_share_a_flush_are_all_named_if_it_fails(
+    tape: Path, make: Any, monkeypatch: Any
+) -> None:
+    session, held = make(), threading.Event()
+    session.put(lambda writer: bool(held.wait(60)), nbytes=0, gap=[])
+    for i in range(20):
+        put(session, str(i))
+    flush = TapeWriter._flush_table
+
+    def full(self: TapeWriter, table: str) -> None:
+        if table == "sequences":
+            raise StorageError("no space left")
+        flush(self, table)
+
+    monkeypatch.setattr(TapeWriter, "_flush_table", full)
+    held.set()
+    assert not session.drain()
+    session.close()
+    assert {e["detail"].get("what") for e in events(tape, "gap")} >= {str(i) for i in range(20)}
+    assert len(store.open(tape)) == 0
