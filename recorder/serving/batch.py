@@ -185,7 +185,8 @@ class Step:
         values: torch tensors on the host, or on their way there until `ready` (numpy arrays in the
             process that writes them):
             `token` [rows, 1 or more], -1 where none was drawn;
-            `raw`, `scaled`, `processed` float32 [rows] of the (first) token of each row;
+            `raw`, `scaled`, `processed` float32 of the first token of each row [rows], or of all
+            of them [rows, m];
             `kept_n` int32 [rows], `kept` int32 [rows, most] ascending: the kept sets, or
             `bitmap` uint8 [rows, ceil(V / 8)] where they may be large;
             `routes` int16 [tokens, layers, k] in row order, -1 where nothing was captured;

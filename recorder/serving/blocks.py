@@ -34,7 +34,8 @@ class Blocks:
     """
 
     def __init__(self, session: Session, roster: Roster, scribe: Scribe, owner: object) -> None:
-        self._session, self._roster, self._engine = session, roster, scribe.engine
+        self._session, self._roster = session, roster
+        self._engine, self._rank = scribe.engine, scribe.rank
         self._process = ScribeProcess(session.tape, session.options, scribe)
         self._lock = threading.Lock()
         self._steps: list[Step] = []
@@ -113,6 +114,9 @@ class Blocks:
         """What is missing if a block is dropped: a row a life for the `events` table."""
         if not steps:
             return []
+        detail: dict[str, Any] = {"steps": [steps[0].number, steps[-1].number]}
+        if self._rank is not None and self._rank.rank:  # another rank records these requests
+            return [{"engine": self._engine, "detail": {**detail, "rank": self._rank.rank}}]
         # asked for every block, dropped or not, by the engine's own thread
         life = np.concatenate([s.rows.life for s in steps])
         order = np.argsort(life, kind="stable")
@@ -121,7 +125,6 @@ class Blocks:
         some, first = np.unique(life[order], return_index=True)
         low = np.minimum.reduceat(start, first) if len(some) else start
         high = np.maximum.reduceat(end, first) if len(some) else end
-        detail = {"steps": [steps[0].number, steps[-1].number]}
         return [
             {
                 "engine": self._engine,

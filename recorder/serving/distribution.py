@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 #: Kept sets up to this size travel as lists of ids, larger ones as bitmaps.
@@ -46,6 +47,34 @@ def measure(
     if masked is not None and not most:
         found["bitmap"] = pack(masked)
         found.pop("kept_n", None)
+    return found
+
+
+def measure_verified(
+    *, token: torch.Tensor, raw: torch.Tensor, drafted: np.ndarray, temperature: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Logprobs of the tokens that a verification of drafts drew; the host does not wait.
+
+    Args:
+        token: integers [rows, m], -1 behind the accepted ones.
+        raw: [sum of (drafted + 1), V] logits as the model gave them: those of the first row, with
+            the place behind its last draft, then those of the next.
+        drafted: int64 [rows], on the host.
+        temperature: float32 [rows]; None if all are 1.
+
+    Returns:
+        `raw`, and with temperatures `scaled`: float32 [rows, m], any number where token is -1.
+    """
+    sizes = drafted + 1
+    first = np.cumsum(sizes) - sizes
+    places = np.minimum(first[:, None] + np.arange(token.shape[1]), len(raw) - 1)
+    at = torch.from_numpy(places).to(raw.device, non_blocking=True)
+    chosen = token.clamp(min=0).long()
+    found = {"raw": raw.log_softmax(-1, dtype=torch.float32)[at, chosen]}
+    if temperature is not None:
+        owner = torch.from_numpy(np.repeat(np.arange(len(drafted)), sizes))
+        scale = temperature[owner.to(raw.device, non_blocking=True)]
+        found["scaled"] = (raw.float() / scale[:, None]).log_softmax(-1)[at, chosen]
     return found
 
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 from rolltape.recorder import bitmaps
 from rolltape.recorder.serving.batch import KINDS, Life, Step
 from rolltape.recorder.serving.prefix import Owner, Prefix
+from rolltape.recorder.serving.ranks import Rank, digest_row
 from rolltape.recorder.session import Job
 from rolltape.store import TapeWriter, codecs
 from rolltape.store.columns import ragged
@@ -44,6 +45,8 @@ class Scribe:
         tokens: whether this process writes tokens, supports and schedule: in a pipeline each stage
             has its own layers, and only the last draws tokens.
         prompts: whether it writes the prompts, too; not so where a front end does.
+        rank: where several processes do the same, which of them this is. All but the first write
+            nothing but what it takes to compare them.
         lives: those that steps may speak of, by index.
     """
 
@@ -55,6 +58,7 @@ class Scribe:
     prefix: Prefix | None = None
     tokens: bool = True
     prompts: bool = True
+    rank: Rank | None = None
     lives: dict[int, Life] = field(default_factory=dict)
     _born: set[int] = field(default_factory=set)
 
@@ -77,6 +81,11 @@ class Scribe:
             writer: of the tape.
             steps: in the order in which they ran, with numpy arrays as `values`.
         """
+        if self.rank is not None:
+            row = digest_row(self.engine, self.rank, self.layers, steps)
+            writer.append("events", {**row, "writer": writer.id})
+            if self.rank.rank:
+                return
         block = _Block.of(steps, self.lives)
         if self.tokens:
             if self.prompts:
@@ -530,10 +539,8 @@ class _Drawn:
         logprobs = {}
         edited = _of_lives(lives, life, lambda one: bool(one.edits))
         for name in _LOGPROBS:
-            values, there = _column(steps, name)
-            # of a row with accepted drafts only the first token was measured
-            here = there[row] & (column == 0)
-            got = values[row]
+            values, there = _column(steps, name, block.token.shape[1])
+            here, got = there[row, column], values[row, column]
             if name == "scaled":  # it was measured before any edit
                 here &= ~edited
             if name == "processed":  # all mass on the argmax
@@ -557,15 +564,19 @@ class _Drawn:
         )
 
 
-def _column(steps: Sequence[Step], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A logprob of every row of the block, and where there is one."""
-    values, there = [], []
+def _column(steps: Sequence[Step], name: str, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logprobs [rows, width] of the tokens of every row of the block, and where there is one."""
+    n = sum(len(step.rows) for step in steps)
+    values, there = np.zeros((n, width), np.float32), np.zeros((n, width), bool)
+    at = 0
     for step in steps:
-        tensor = step.values.get(name)
-        n = len(step.rows)
-        values.append(np.zeros(n, np.float32) if tensor is None else tensor)
-        there.append(np.full(n, tensor is not None))
-    return np.concatenate(values), np.concatenate(there)
+        measured = step.values.get(name)
+        if measured is not None:
+            part = measured.reshape(len(step.rows), -1)
+            values[at : at + len(part), : part.shape[1]] = part
+            there[at : at + len(part), : part.shape[1]] = True
+        at += len(step.rows)
+    return values, there
 
 
 def _kept_sets(

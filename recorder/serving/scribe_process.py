@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rolltape.recorder.options import Options
+from rolltape.recorder.options import TAPE_VARIABLE, Options
 from rolltape.recorder.serving.batch import Life, Step
 from rolltape.recorder.serving.scribe import Scribe
 from rolltape.recorder.serving.wire import pack, receive, send, travelling, unpack
@@ -98,11 +98,10 @@ class ScribeProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)]
+            env = {**os.environ, **_ONE_THREAD}
+            env.pop(TAPE_VARIABLE, None)  # it is no process of the job
             self._process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **_ONE_THREAD},
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env
             )
         self._socket = ours
         send(ours, self._hello)
