@@ -16,11 +16,14 @@ from rolltape.store.places import ObjectPlace
 
 
 @contextmanager
-def record(path: str | os.PathLike[str], **options: object) -> Iterator[Path | ObjectPlace]:
-    """Record what this process generates into a new tape, and seal it at the end.
+def record(
+    path: str | os.PathLike[str], *, role: str = "rollout", **options: object
+) -> Iterator[Path | ObjectPlace]:
+    """Record what this process generates or scores into a new tape, and seal it at the end.
 
     Args:
         path: folder of the new tape, or URL in an object store; must not exist, or be empty.
+        role: what the tape is of: rollout, or trainer where only `rolltape.trainer` is called.
         options: fields of `rolltape.recorder.options.Options`: level, layers, on_full,
             queue_mb, fsync, strict, top_logprobs, profile_kernels, commit_log, max_bytes,
             storage_options.
@@ -44,7 +47,7 @@ def record(path: str | os.PathLike[str], **options: object) -> Iterator[Path | O
         raise UsageError(f"record(): {error}") from error
     root = create_tape(
         path,
-        role="rollout",
+        role=role,
         provenance=provenance(sys.argv),
         storage_options=chosen.storage_options,
     )

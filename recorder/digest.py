@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
+
+from rolltape.recorder.adapters import adapters_in_force, is_dormant
 
 if TYPE_CHECKING:
     import torch
@@ -341,17 +343,26 @@ def weights_stamp(model: nn.Module) -> int:
     In-place updates move the version counter, assignments move the storage. A write through `.data`
     does neither: it shows only if it changes an element that is looked at, eight of every slice
     along the first axis for tensors of three axes (experts), eight of every other tensor.
+    Adapters that are switched off do not count, so that switching one is a change.
     """
     import torch
 
     parts = xxhash.xxh3_64()
     looks: dict[torch.device, list[torch.Tensor]] = {}
-    for name, tensor in named_weights(model):
+    in_force = adapters_in_force(model)
+    for name, weight in named_weights(model):
+        if is_dormant(name, in_force):
+            continue
+        tensor: Any = weight
+        if hasattr(tensor, "to_local"):  # a shard: of this process's piece, without asking others
+            tensor = tensor.detach().to_local()
         version = 0 if tensor.is_inference() else tensor._version
         if tensor.is_meta:  # offloaded: only its version can be seen
             parts.update(f"{name}:{version}".encode())
             continue
         parts.update(f"{name}:{tensor.data_ptr()}:{version}".encode())
+        if not tensor.numel():  # this process has no piece of it
+            continue
         slices = tensor.detach().reshape(len(tensor) if tensor.ndim > 2 else 1, -1)
         step = max(1, slices.shape[1] // 8)
         seen = slices[:, ::step][:, :8].to(torch.float64).reshape(-1)

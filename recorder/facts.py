@@ -36,7 +36,8 @@ def model_facts(model: nn.Module, name: str | None = None) -> dict[str, Any]:
 
     Returns:
         Columns of the `engines` table: model, model_type, model_fingerprint, vocab_size,
-        num_layers, moe_layers, num_experts, experts_per_token, dtype, device, effective (a dict).
+        num_layers, moe_layers, num_experts, experts_per_token, dtype, device, ranks (JSON, null
+        for a process that is alone), effective (a dict).
     """
     parameter = next(model.parameters())
     return {
@@ -44,8 +45,19 @@ def model_facts(model: nn.Module, name: str | None = None) -> dict[str, Any]:
         **architecture(model),
         "dtype": dtype_name(parameter.dtype),
         "device": str(parameter.device),
+        "ranks": _ranks(),
         "effective": effective_settings(model),
     }
+
+
+def _ranks() -> str | None:
+    """This process among those that train or generate together by torch.distributed."""
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    return json.dumps({"world": [rank, size]}) if size > 1 else None
 
 
 def architecture(model: nn.Module) -> dict[str, Any]:

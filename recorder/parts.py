@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from rolltape.recorder.adapters import adapters_in_force, is_dormant
 from rolltape.recorder.canonical import group_of, place, regions_of_transformers, whole
-from rolltape.recorder.digest import Part, named_weights
+from rolltape.recorder.digest import GroupDigest, Part, group_digests, named_weights
 from rolltape.recorder.parts_vllm import parts_of_vllm
 from rolltape.store import UsageError
 
-__all__ = ["parts_of_files", "parts_of_named", "parts_of_transformers", "parts_of_vllm"]
+__all__ = [
+    "digests_of_transformers",
+    "parts_of_files",
+    "parts_of_named",
+    "parts_of_transformers",
+    "parts_of_vllm",
+]
 
 #: Path elements that wrappers put into names.
 _WRAPPERS = {
@@ -36,16 +44,14 @@ def parts_of_transformers(model: nn.Module) -> Iterator[Part]:
     Args:
         model: plain or wrapped: DDP, torch.compile, FSDP2 (`fully_shard`), DTensor, PEFT. Of what
             several processes of a device mesh hold alike, only the first yields it, so that the
-            digests of all processes add up.
+            digests of all processes add up. Of a PEFT model the adapters in force count.
     """
-    family = _family(model)
-    named = list(named_weights(model))
+    family, in_force = _family(model), adapters_in_force(model)
+    named = [(raw, one) for raw, one in named_weights(model) if not is_dormant(raw, in_force)]
     mesh: Any = next((getattr(p, "device_mesh", None) for _, p in named if _is_dtensor(p)), None)
     first = mesh is None or not any(mesh.get_coordinate() or (1,))
     for raw, tensor in named:
         name = _unwrapped(raw)
-        if name is None:
-            continue
         group = group_of(name)
         problem = _foreign(raw, tensor)
         if _is_dtensor(tensor):
@@ -65,6 +71,20 @@ def parts_of_transformers(model: nn.Module) -> Iterator[Part]:
             yield from place(region, local, group=group_of(region.name), origin=origin)
     if first:
         yield from _derived(model)
+
+
+def digests_of_transformers(model: nn.Module) -> list[GroupDigest]:
+    """Digests of what of a transformers model is in this process; `reason` says if that is a shard.
+
+    Args:
+        model: as for `parts_of_transformers`.
+    """
+    rows = group_digests(parts_of_transformers(model))
+    kinds: list[Any] = [getattr(tensor, "placements", ()) for _, tensor in named_weights(model)]
+    if not any(placement.is_shard() for kind in kinds for placement in kind):
+        return rows
+    reason = "a shard: the digests of all processes add up to the model's"
+    return [replace(row, reason=row.reason or reason) for row in rows]
 
 
 def parts_of_named(
@@ -121,15 +141,14 @@ def _family(model: nn.Module) -> str | None:
     return None
 
 
-def _unwrapped(name: str) -> str | None:
-    """The checkpoint's name of a parameter of a wrapped model; None for a copy out of use."""
+def _unwrapped(name: str) -> str:
+    """The checkpoint's name of a parameter of a wrapped model."""
     path = [element for element in name.split(".") if element not in _WRAPPERS]
     if path[0] == "module":
         path = path[1:]
     if path[:2] == ["base_model", "model"]:  # PEFT
         path = path[2:]
-    if "original_module" in path:  # PEFT trains a copy of it
-        return None
+    path = [element for element in path if element != "original_module"]
     for index, element in enumerate(path):
         if element.startswith("lora_") and index + 1 < len(path):
             del path[index + 1]  # the adapter's name in this process; its file has none
@@ -150,9 +169,7 @@ def _derived(model: nn.Module) -> Iterator[Part]:
         hidden: set[str] = getattr(module, "_non_persistent_buffers_set", set())
         for name, buffer in module.named_buffers(recurse=False):
             if name in hidden:
-                full = _unwrapped(f"{prefix}.{name}" if prefix else name)
-                if full is not None:
-                    yield derived(full, buffer)
+                yield derived(_unwrapped(f"{prefix}.{name}" if prefix else name), buffer)
 
 
 def derived(name: str, buffer: torch.Tensor) -> Part:

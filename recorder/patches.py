@@ -7,6 +7,10 @@ from typing import Any
 import wrapt
 
 
+class _Patch(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+    """Ours: a wrapper that another tool has put there is patched like anything else."""
+
+
 class Patches:
     """The patches of one adapter module."""
 
@@ -16,7 +20,7 @@ class Patches:
     def __bool__(self) -> bool:
         return bool(self._made)
 
-    def around(self, owner: Any, name: str, wrapper: Any) -> bool:
+    def around(self, owner: Any, name: str, wrapper: Any, *, inherited: bool = False) -> bool:
         """Put `wrapper` around an attribute that `owner` itself has.
 
         Args:
@@ -24,15 +28,18 @@ class Patches:
             name: of the attribute. One that does not exist is left alone: `rolltape doctor` says
                 what is missing then.
             wrapper: called as wrapt does: (wrapped, instance, args, kwargs).
+            inherited: where `owner` is a class that inherits it, patch the class that has it.
 
         Returns:
-            Whether it was there and not patched before.
+            Whether it was there and not patched by us before.
         """
+        if inherited:
+            owner = next((c for c in owner.__mro__ if name in vars(c)), owner)
         original = vars(owner).get(name)
-        if original is None or isinstance(original, wrapt.FunctionWrapper):
+        if original is None or isinstance(original, _Patch):
             return False
         self._made.append((owner, name, original))
-        setattr(owner, name, wrapt.FunctionWrapper(original, wrapper))
+        setattr(owner, name, _Patch(original, wrapper))
         return True
 
     def undo(self) -> None:

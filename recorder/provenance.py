@@ -166,6 +166,8 @@ def allowed_environment(env: Mapping[str, str]) -> dict[str, str]:
     for name in sorted(env):
         if name in _NAMES:
             kept[name] = mask_text(env[name])
+        elif name.startswith("TLLM_ROLLTAPE_"):  # a copy of a variable that is there already
+            continue
         elif name.startswith(_PREFIXES):
             kept[name] = MASK if _SECRET_VARIABLE.search(name) else mask_text(env[name])
     if "ROLLTAPE_TAPE" in kept:  # the query of a URL may hold keys

@@ -18,7 +18,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -105,6 +105,7 @@ def record_logprobs(
     optimizer_step: int | None = None,
     micro_batch: int | None = None,
     routes: LiveRoutes | None = None,
+    facts: Mapping[str, str | float] | None = None,
 ) -> bool:
     """Record logprobs that a trainer computed over full vocabulary.
 
@@ -112,7 +113,7 @@ def record_logprobs(
         model: that computed them; its weights are digested once per optimizer step.
         input_ids: integers [B, S], padded; or [1, S] packed, with `cu_seqlens`.
         logprobs: natural logs [B, S] by position of the *token* (the first column means nothing),
-            or [B, S - 1] of the tokens 1..S-1.
+            or [B, S - 1] of the tokens 1..S-1. Their dtype is recorded as that of the log-softmax.
         loss_mask: [B, S] or [B, S - 1] in the same way; true where the loss counts. Positions
             where it is not are recorded without a logprob.
         attention_mask: [B, S], true on tokens; by default all are.
@@ -125,6 +126,7 @@ def record_logprobs(
         optimizer_step: number of optimizer steps taken so far.
         micro_batch: number within the step.
         routes: from `live_routes`, of the same forward.
+        facts: whatever else is true of this scoring; annotations of the pass, as the three above.
 
     Returns:
         Whether it was recorded; False without a recording. Its own faults are recorded as events
@@ -140,7 +142,12 @@ def record_logprobs(
         model,
         _Batch(input_ids, logprobs, loss_mask, attention_mask, cu_seqlens, prompt_lens, origins),
         role,
-        {"scoring": scoring, "optimizer_step": optimizer_step, "micro_batch": micro_batch},
+        {
+            **(facts or {}),
+            "scoring": scoring,
+            "optimizer_step": optimizer_step,
+            "micro_batch": micro_batch,
+        },
         float(temperature),
         routes,
     )
@@ -209,9 +216,12 @@ class _Engine:
         )
 
     def check_weights(self, model: nn.Module, optimizer_step: int | None) -> None:
-        """A new version if the weights are not what they were."""
-        from rolltape.recorder.digest import group_digests, weights_stamp
-        from rolltape.recorder.parts import parts_of_transformers
+        """A new version if the weights are not what they were.
+
+        Without its adapters a model is a reference that does not move: `weights_stamp` knows.
+        """
+        from rolltape.recorder.digest import weights_stamp
+        from rolltape.recorder.parts import digests_of_transformers
 
         if self.digested and optimizer_step is not None and self.digested[0] == optimizer_step:
             return
@@ -219,7 +229,7 @@ class _Engine:
         before, self.digested = self.digested, (optimizer_step, stamp)
         if before is None or before[1] != stamp:
             label = None if optimizer_step is None else f"step {optimizer_step}"
-            self.versions.complete(label, digests=group_digests(parts_of_transformers(model)))
+            self.versions.complete(label, digests=digests_of_transformers(model))
 
     def next_pass(self, identity: str) -> tuple[str, int]:
         """Request id of a sequence and the number of this scoring of it."""
@@ -265,10 +275,12 @@ def _record(
     model: nn.Module,
     batch: _Batch,
     role: str,
-    facts: dict[str, str | int | None],
+    facts: dict[str, str | float | None],
     temperature: float,
     routes: LiveRoutes | None,
 ) -> bool:
+    from rolltape.recorder.facts import dtype_name
+
     engine = _engine_of(session, model, role)
     step = facts["optimizer_step"]
     engine.check_weights(model, step if isinstance(step, int) else None)
@@ -310,6 +322,7 @@ def _record(
         facts={k: v for k, v in facts.items() if v is not None},
         temperature=temperature,
         vocab=engine.facts["vocab_size"],
+        dtype=dtype_name(batch.logprobs.dtype),
         scored=scored,
         routes=chosen,
         num_experts=0 if routes is None else routes.num_experts,
@@ -337,9 +350,10 @@ class _Rows:
     step: int
     shape: tuple[int, ...]
     version: int
-    facts: dict[str, str | int]
+    facts: dict[str, str | float]
     temperature: float
     vocab: int
+    dtype: str
     scored: list[_Scored]
     routes: tuple[list[int], np.ndarray, np.ndarray] | None
     num_experts: int
@@ -382,7 +396,7 @@ class _Rows:
                         "edits": [],
                         "truncation": [],
                         "vocab_size": self.vocab,
-                        "dtype": "float32",
+                        "dtype": self.dtype,
                         "source": "engine",
                     }
                 ],

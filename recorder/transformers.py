@@ -19,21 +19,25 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import wrapt
 
 from rolltape.recorder.annotate import remember
 from rolltape.recorder.blocks import Call, Forward, StepData, stack_block, to_host
-from rolltape.recorder.digest import GroupDigest, group_digests, weights_stamp
+from rolltape.recorder.digest import GroupDigest, weights_stamp
 from rolltape.recorder.facts import experts_implementation, model_facts, sdpa_backends
+from rolltape.recorder.force import Force, ForcedChoice
 from rolltape.recorder.gating import LeftOut, in_steps, prompt_key, wants
 from rolltape.recorder.generation import block_job, opening_job
+from rolltape.recorder.layout import call_layout
 from rolltape.recorder.moe import MoeBlock, decoder_layers, find_moe_blocks
 from rolltape.recorder.options import Options
-from rolltape.recorder.parts import parts_of_transformers
+from rolltape.recorder.parts import digests_of_transformers
+from rolltape.recorder.patches import Patches
 from rolltape.recorder.ray import in_worker
 from rolltape.recorder.rows import engine_job
 from rolltape.recorder.sampling import Sampling, read_sampling
@@ -43,7 +47,7 @@ from rolltape.recorder.tactics.bind import observe_all
 from rolltape.recorder.tactics.kernels import KernelProfiler
 from rolltape.recorder.top import check_top, top_logprobs
 from rolltape.recorder.weights import Versions
-from rolltape.store import new_uuid
+from rolltape.store import ForcingError, new_uuid
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +61,7 @@ _UNRECORDED_MODES = ("_beam_search", "_assisted_decoding", "generate_batch")
 #: What `_sample` calls before the model runs, and nobody else; between these and the first logits
 #: processor a forward is its own, anything else comes from a streamer or a stopping criterion.
 _BEFORE_FORWARDS = ("_prefill", "_has_unfinished_sequences")
-_patches: list[tuple[Any, str, Any]] = []
+_patches = Patches()
 
 
 class _Running(threading.local):
@@ -65,6 +69,7 @@ class _Running(threading.local):
 
     recording: _Recording | None = None
     drafting: bool = False  # inside of a mode that is not recorded: its `_sample` calls are drafts
+    force: Force | None = None  # of the next call that is recorded
 
 
 _running = _Running()
@@ -79,7 +84,7 @@ def _after_fork() -> None:
     # another thread of the parent may have held it, and nobody is left to let go
     global _lock
     _lock = threading.Lock()
-    _running.recording, _running.drafting = None, False
+    _running.recording, _running.drafting, _running.force = None, False, None
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -95,29 +100,38 @@ def bind() -> bool:
         return False
     from transformers.generation.utils import GenerationMixin
 
-    _patch(GenerationMixin, "_sample", _around_sample)
+    _patches.around(GenerationMixin, "_sample", _around_sample, inherited=True)
     global _gated
     _gated = all(hasattr(GenerationMixin, name) for name in _BEFORE_FORWARDS)
     for name in _BEFORE_FORWARDS if _gated else ():
-        _patch(GenerationMixin, name, _before_forwards)
+        _patches.around(GenerationMixin, name, _before_forwards, inherited=True)
     for mode in _UNRECORDED_MODES:
-        if hasattr(GenerationMixin, mode):
-            _patch(GenerationMixin, mode, _around_unrecorded)
-    return True
+        _patches.around(GenerationMixin, mode, _around_unrecorded, inherited=True)
+    return bool(_patches)
 
 
 def unbind() -> None:
     """Undo `bind`."""
-    while _patches:
-        owner, name, original = _patches.pop()
-        setattr(owner, name, original)
+    _patches.undo()
 
 
-def _patch(mixin: Any, name: str, around: Any) -> None:
-    owner = next(c for c in mixin.__mro__ if name in vars(c))
-    original = owner.__dict__[name]
-    _patches.append((owner, name, original))
-    setattr(owner, name, wrapt.FunctionWrapper(original, around))
+@contextmanager
+def forced(force: Force) -> Iterator[None]:
+    """Force the tokens of the `generate()` call of this thread inside of the block.
+
+    Raises:
+        ForcingError: at the end of the block, if no call was recorded under the force.
+    """
+    _running.force = force
+    try:
+        yield
+    finally:
+        _running.force = None
+    if not force.taken:
+        raise ForcingError(
+            "no generate() call was recorded while its tokens were to be forced",
+            hint="the decoding mode is one that is not recorded",
+        )
 
 
 def _around_unrecorded(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
@@ -224,7 +238,7 @@ class _Engine:
         if stamp == self.stamp:
             return
         try:
-            digests = group_digests(parts_of_transformers(model))
+            digests = digests_of_transformers(model)
         except Exception as error:  # out of memory, say: the version is new, what it is unknown
             self.stamp, self.digests = stamp, None
             self.versions.complete(reason=f"{type(error).__name__}: {error}")
@@ -338,6 +352,7 @@ class _Recording:
         engine.layers_left -= keep
         compiled = _compiled(model, kwargs, config)
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        self.force, _running.force = _running.force, None
         self.call = Call(
             engine=engine.id,
             number=next(engine.calls),
@@ -357,6 +372,8 @@ class _Recording:
             threads=torch.get_num_threads(),
             attention=getattr(model.config, "_attn_implementation", None),
             sdpa=sdpa_backends(),
+            layout=call_layout(kwargs, pad_left),
+            origins=None if self.force is None else self.force.origins,
         )
         self.vocab = 0
         self._steps: list[StepData] = []
@@ -454,7 +471,12 @@ class _Recording:
                 ("processed", self._on_processed),
             )
         )
-        return LogitsProcessorList([raw, *items[:split], scaled, *items[split:], last])
+        force = [] if self.force is None else [self._forced(self.force)]
+        return LogitsProcessorList([raw, *items[:split], scaled, *items[split:], last, *force])
+
+    def _forced(self, force: Force) -> ForcedChoice:
+        force.taken = True
+        return ForcedChoice(force, self.call.width)
 
     # -- what they see --------------------------------------------------------------------
 

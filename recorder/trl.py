@@ -11,18 +11,22 @@ import contextlib
 import importlib
 import inspect
 import threading
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import wrapt
 
 from rolltape.recorder import trainer
+from rolltape.recorder.adapters import adapters_in_force
 from rolltape.recorder.annotate import annotate, last_requests, remember
+from rolltape.recorder.patches import Patches
 from rolltape.recorder.session import Session, recording
 from rolltape.recorder.targets import parameters_of
 from rolltape.recorder.trl_targets import TARGETS
+from rolltape.store import token_digest
 
-_patches: list[tuple[Any, str, Any]] = []
+_patches = Patches()
 
 
 class _Scoring(threading.local):
@@ -33,6 +37,24 @@ class _Scoring(threading.local):
 
 
 _scoring = _Scoring()
+
+
+@dataclass
+class _Progress:
+    """Of one trainer; the same in all processes that train together."""
+
+    optimizer_step: int = -1
+    first_micro_batch: int = 0  # of that step, as TRL counts them
+    generations: int = 0
+
+    def micro_batch(self, optimizer_step: int, count: int) -> int:
+        """Number of a micro-batch within its optimizer step."""
+        if optimizer_step != self.optimizer_step:
+            self.optimizer_step, self.first_micro_batch = optimizer_step, count
+        return count - self.first_micro_batch
+
+
+_progress: weakref.WeakKeyDictionary[Any, _Progress] = weakref.WeakKeyDictionary()
 
 
 def bind() -> bool:
@@ -51,19 +73,15 @@ def bind() -> bool:
     for target in TARGETS:
         owner: Any = getattr(importlib.import_module(target.module), "GRPOTrainer", None)
         name = target.symbol.rpartition(".")[2]
-        original = getattr(owner, "__dict__", {}).get(name)
-        if original is None or set(target.parameters) - parameters_of(original):
-            continue
-        _patches.append((owner, name, original))
-        setattr(owner, name, wrapt.FunctionWrapper(original, around[name]))
+        known = parameters_of(getattr(owner, name, None))
+        if owner is not None and not set(target.parameters) - known:
+            _patches.around(owner, name, around[name], inherited=True)
     return bool(_patches)
 
 
 def unbind() -> None:
     """Undo `bind`."""
-    while _patches:
-        owner, name, original = _patches.pop()
-        setattr(owner, name, original)
+    _patches.undo()
 
 
 def _around_logprobs(wrapped: Any, grpo: Any, args: Any, kwargs: Any) -> Any:
@@ -96,15 +114,17 @@ def _record(
     logps = result[0] if isinstance(result, tuple) else result
     ids, mask, keep = given["input_ids"], given["attention_mask"], int(given["logits_to_keep"])
     prompt = ids.shape[1] - keep
-    logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=logps.device)
-    logprobs[:, prompt:] = logps.detach().float()
+    logprobs = torch.zeros(ids.shape, dtype=logps.dtype, device=logps.device)
+    logprobs[:, prompt:] = logps.detach()
     loss = mask.clone()
     loss[:, :prompt] = 0
     whole = routes.tokens == ids.numel()
     if routes.layers and not whole:
         reason = f"routes of {routes.tokens} tokens for a batch of {ids.numel()}"
         session.event("gap", detail={"table": "routes", "reason": reason})
-    role, scoring = _purpose(grpo, given["model"])
+    role, scoring = _purpose(grpo, given["model"], model)
+    step = int(grpo.state.global_step)
+    progress = _progress.setdefault(grpo, _Progress())
     return trainer.record_logprobs(
         model,
         ids,
@@ -115,21 +135,25 @@ def _record(
         role=role,
         scoring=scoring,
         temperature=float(getattr(grpo, "temperature", 1.0)),
-        optimizer_step=int(grpo.state.global_step),
-        micro_batch=int(getattr(grpo, "_step", 0)),
+        optimizer_step=step,
+        micro_batch=progress.micro_batch(step, int(getattr(grpo, "_step", 0))),
         routes=routes if whole else None,
+        facts={"autocast": str(getattr(grpo.accelerator, "mixed_precision", None) or "no")},
     )
 
 
-def _purpose(grpo: Any, model: Any) -> tuple[str, str]:
+def _purpose(grpo: Any, given: Any, model: Any) -> tuple[str, str]:
     """Role, and what the logprobs are for."""
-    if model is getattr(grpo, "ref_model", None):
+    if given is getattr(grpo, "ref_model", None):
         return "reference", "reference"
     if not _scoring.inside:
         return "trainer", "current"
-    # without a model of its own the reference is the same one with its adapter off
-    shared = getattr(grpo, "ref_model", None) is None and bool(getattr(grpo, "beta", False))
-    return "trainer", "old or reference" if shared else "old"
+    # without a model of its own the reference is the same one with its adapters off, or with the
+    # copy that TRL makes of one that is trained further
+    in_force = adapters_in_force(model)
+    if in_force and frozenset().union(*in_force.values()) <= {"ref"}:
+        return "reference", "reference"
+    return "trainer", "old"
 
 
 def _around_scoring(wrapped: Any, grpo: Any, args: Any, kwargs: Any) -> Any:
@@ -153,17 +177,21 @@ def _around_rewards(wrapped: Any, grpo: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _annotate(session: Session, grpo: Any, output: Any) -> bool:
-    """Rewards and advantages of the rows that this process generated."""
+    """Groups, rewards and advantages of the rows that this process generated."""
     keys, advantages = last_requests(), output["advantages"].detach().float().cpu()
     advantages = advantages.reshape(len(advantages), -1)
+    progress = _progress.setdefault(grpo, _Progress())
+    progress.generations += 1
     if len(keys) != len(advantages) or advantages.shape[1] != 1:
         reason = f"{len(keys)} recorded requests, advantages of shape {list(advantages.shape)}"
         session.event("gap", detail={"table": "annotations", "reason": reason})
         return False
+    first = int(grpo.accelerator.process_index) * len(keys)  # of all processes, in their order
     per_function = None
-    if _scoring.rewards is not None:  # of all processes, in their order
-        first = int(grpo.accelerator.process_index) * len(keys)
+    if _scoring.rewards is not None:
         per_function = _scoring.rewards.detach().float().cpu()[first : first + len(keys)]
+    call = f"{int(grpo.state.global_step)}.{progress.generations - 1}"
+    samples = _samples(grpo)
     for i, key in enumerate(keys):
         facts: dict[str, Any] = {}
         if per_function is not None:
@@ -171,5 +199,16 @@ def _annotate(session: Session, grpo: Any, output: Any) -> bool:
             facts["reward"] = float((per_function[i] * weights).nansum())
             for name, value in zip(grpo.reward_func_names, per_function[i].tolist(), strict=True):
                 facts[f"reward.{name}"] = value
+        if samples:
+            # a group may lie across processes, and its prompt may come again in a later call
+            prompt = output["prompt_ids"][i][output["prompt_mask"][i].bool()].cpu().numpy()
+            digest = token_digest(len(prompt), prompt)[:8]
+            facts["group"] = f"grpo-{call}-{(first + i) // samples}-{digest}"
         annotate(key, advantage=float(advantages[i, 0]), **facts)
     return True
+
+
+def _samples(grpo: Any) -> int:
+    """Samples of a prompt in the present call; 0 if that is not known."""
+    name = "num_generations" if grpo.model.training else "num_generations_eval"
+    return int(getattr(grpo, name, 0) or 0)

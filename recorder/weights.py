@@ -65,6 +65,7 @@ class Versions:
         label: str | None = None,
         digests: Sequence[GroupDigest] | None = None,
         reason: str | None = None,
+        **detail: Any,
     ) -> int:
         """A version is in place.
 
@@ -72,6 +73,7 @@ class Versions:
             label: the job's name of it.
             digests: of all groups, as `rolltape.recorder.digest.group_digests` gives them.
             reason: why there are none.
+            detail: more for the event.
 
         Returns:
             Its number.
@@ -87,7 +89,7 @@ class Versions:
                 self._seen[known] = number
         if number:
             whole = digests[-1].value if digests else None
-            detail = {
+            detail |= {
                 "version": number,
                 "label": label,
                 "applied": True,

@@ -85,15 +85,23 @@ def align(a: Iterable[Entry], b: Iterable[Entry]) -> Alignment:
 def entries(tape: Tape, other: Tape) -> list[Entry]:
     """The sequences of `tape` as seen for an alignment with `other`.
 
-    The carried key is the sequence's own key; it is its origin if `tape` replays `other`, or if
-    both replay the same tape.
+    The carried key is the sequence's own key; it is its origin if that is a sequence of an engine
+    of `other`, if `tape` replays `other`, or if both replay the same tape.
     """
     siblings = tape.parent is not None and tape.parent == other.parent
     replays = tape.uuid != other.uuid and (tape.parent == other.uuid or siblings)
+    theirs = set(other.engines) if tape.uuid != other.uuid else set()
+
+    def carried(sequence: Sequence) -> Key:
+        origin = sequence.origin
+        if origin is not None and (replays or origin.engine in theirs):
+            return origin
+        return sequence.key
+
     return [
         Entry(
             key=sequence.key,
-            carried=(sequence.origin or sequence.key).text if replays else sequence.key.text,
+            carried=carried(sequence).text,
             digest=_digest(sequence),
             opened=rank,
         )
@@ -101,17 +109,23 @@ def entries(tape: Tape, other: Tape) -> list[Entry]:
     ]
 
 
-def select(a: Tape, b: Tape, wanted: Iterable[str] | None = None) -> Alignment:
+def select(
+    a: Tape, b: Tape, wanted: Iterable[str] | None = None, scoring: str | None = None
+) -> Alignment:
     """Pair the sequences of two tapes, all or those that are wanted.
 
     Args:
         a: one tape.
         b: the other.
         wanted: sequence ids of either tape.
+        scoring: of `b` only what a trainer scored for this purpose. `a` may be the same tape: it
+            is then the rollouts in it.
 
     Raises:
-        UsageError: neither tape has such a sequence.
+        UsageError: neither tape has such a sequence, or nothing was scored for that.
     """
+    if scoring is not None:
+        return align(*_scored(a, b, scoring))
     if wanted is None:
         return align(entries(a, b), entries(b, a))
     of_a: set[Key] = set()
@@ -135,6 +149,19 @@ def select(a: Tape, b: Tape, wanted: Iterable[str] | None = None) -> Alignment:
         tuple(u for u in found.unmatched_a if u.key in of_a),
         tuple(u for u in found.unmatched_b if u.key in of_b),
     )
+
+
+def _scored(a: Tape, b: Tape, scoring: str) -> tuple[list[Entry], list[Entry]]:
+    purposes = {s.key: s.annotations.get("scoring") for s in b}
+    right = [e for e in entries(b, a) if purposes[e.key] == scoring]
+    if not right:
+        known = sorted({str(p) for p in purposes.values() if p is not None})
+        hint = f"it has {', '.join(known)}" if known else "it is no recording of a trainer"
+        raise UsageError(f"{b.place}: nothing was scored as {scoring!r}", hint=hint)
+    left = entries(a, b)
+    if a.uuid == b.uuid:
+        left = [e for e in left if purposes[e.key] is None]
+    return left, right
 
 
 def alignment_problems(a: Tape, b: Tape, alignment: Alignment) -> list[Problem]:
@@ -164,7 +191,7 @@ def _unmatched_problems(side: str, tape: Tape, unmatched: Iterable[Unmatched]) -
             kinds["repeat" if item.repeat else "unmatched"].append(sequence.id)
     texts = {
         "unmatched": "have no partner with the same tokens",
-        "repeat": "score a sequence again whose partner is taken; choose with --sequences",
+        "repeat": "score a sequence again whose partner is taken; see --scoring and --sequences",
         "open": "are open and have no partner",
         "empty": "have no response and no partner",
     }

@@ -116,6 +116,9 @@ def replay(
               help="Write a report folder too; must not exist or be empty.")  # fmt: skip
 @click.option("--layers", is_flag=True, help="Compare recorded layer outputs too.")
 @click.option("--sequences", metavar="ID,ID", help="Only these sequences, by their id in a tape.")
+@click.option("--scoring", metavar="WORD",
+              help="Of TAPE2 only what a trainer scored as WORD: old, current, reference. TAPE and "
+                   "TAPE2 may be the same, which holds the rollouts and the trainer.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 def diff(
     a: Path,
@@ -123,6 +126,7 @@ def diff(
     output: Path | None,
     layers: bool,
     sequences: str | None,
+    scoring: str | None,
     as_json: bool,
 ) -> int:
     """Compare two tapes token by token; d = log p of TAPE2 - log p of TAPE.
@@ -133,7 +137,12 @@ def diff(
     from rolltape.store.sequences import open_tape
 
     report = diff_tapes(
-        open_tape(a), open_tape(b), layers=layers, sequences=_names(sequences), out=output
+        open_tape(a),
+        open_tape(b),
+        layers=layers,
+        sequences=_names(sequences),
+        scoring=scoring,
+        out=output,
     )
     if as_json:
         _print_json(report)

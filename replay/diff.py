@@ -51,6 +51,7 @@ from rolltape.replay.suspicions import (
     shift_problem,
     shifted_logprobs,
 )
+from rolltape.store.errors import UsageError
 from rolltape.store.jsonable import jsonable
 from rolltape.store.keys import Key
 from rolltape.store.sequences import LOGPROBS, Sequence, Tape
@@ -74,6 +75,7 @@ def diff_tapes(
     *,
     layers: bool = False,
     sequences: Names[str] | None = None,
+    scoring: str | None = None,
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Compare two tapes token by token.
@@ -83,24 +85,28 @@ def diff_tapes(
         b: the other side.
         layers: compare recorded activations too.
         sequences: ids (of either tape) to compare; all if None.
+        scoring: of `b` only what a trainer scored for this purpose: old, current, reference.
+            Both may then be one tape, which holds the rollouts and the trainer.
         out: folder to write a report into; must not exist or be empty.
 
     Returns:
         The object that `rolltape diff --json` prints (docs/diff.md), ready for JSON.
 
     Raises:
-        UsageError: a sequence that neither tape has.
+        UsageError: a sequence that neither tape has, or a scoring that `b` does not have.
         TapeExistsError: there is something at `out`.
         TapeError: a tape cannot be read.
     """
     if out is not None:
         refuse_existing(out)
-    alignment = select(a, b, sequences)
+    if sequences is not None and scoring is not None:
+        raise UsageError("sequences and scoring were both chosen", hint="choose one of them")
+    alignment = select(a, b, sequences, scoring)
     work = _Work(a, b, layers=layers)
     work.note(*alignment_problems(a, b, alignment))
     for pair in alignment.pairs:
         work.compare(pair)
-    summary = work.summary(alignment)
+    summary = {**work.summary(alignment), "scoring": scoring}
     plain: dict[str, Any] = jsonable(summary)
     if out is not None:
         write_report(
@@ -254,7 +260,12 @@ class _Work:
             },
             "a": describe_side(self.a),
             "b": describe_side(self.b),
-            "settings": settings_that_differ(self.a, self.b),
+            "settings": settings_that_differ(
+                self.a,
+                self.b,
+                {p.a.engine for p in alignment.pairs},
+                {p.b.engine for p in alignment.pairs},
+            ),
         }
 
     def _gather_problems(self, pairs: list[PairTokens]) -> None:

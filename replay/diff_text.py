@@ -223,7 +223,8 @@ def _next(report: dict[str, Any], a: Path, b: Path, out: Path | None) -> str:
         at = report["max_at"]
         span = f"{max(0, at['position'] - 5)}:{at['position'] + 6}"
         show = f"{_command('show', a, at['sequence'])} --tokens {span}"
-        return f"{show}; to look at it all: {_command('diff', a, b, '-o', 'REPORT')}"
+        scoring = ("--scoring", report["scoring"]) if report["scoring"] else ()
+        return f"{show}; to look at it all: {_command('diff', a, b, *scoring, '-o', 'REPORT')}"
     return _command("diff", a, b, "-o", "REPORT")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,16 +128,16 @@ class WeightUse:
 
     def problems(self) -> list[Problem]:
         """Weights or models that differ, and what could not be checked."""
-        if self._a.uuid == self._b.uuid:
-            return []
         found = _model_problems(self._a, self._b, self._tokens)
         digests_a, digests_b = _digests(self._a), _digests(self._b)
         unknown = 0
         for (ea, va, eb, vb), tokens in sorted(self._tokens.items(), key=str):
+            if self._a.uuid == self._b.uuid and (ea, va) == (eb, vb):
+                continue
             da, db = digests_a.get((ea, va)), digests_b.get((eb, vb))
             if da is None or db is None:
                 unknown += tokens
-            elif da["digest"] == db["digest"]:
+            elif da["digest"] == db["digest"] and da["adapter"] == db["adapter"]:
                 continue
             elif not _same_kind(self._a, ea, da, self._b, eb, db):
                 unknown += tokens
@@ -169,14 +169,21 @@ def _version(value: Any) -> int | None:
 def _digests(tape: Tape) -> dict[tuple[str, int | None], dict[str, Any]]:
     rows = [row for row in tape.rows("weights") if row["state"] == "complete"]
     grouped = {(row["engine"], row["version"]) for row in rows if row["group"]}
-    return {
-        (row["engine"], row["version"]): {
-            **row,
-            "grouped": (row["engine"], row["version"]) in grouped,
-        }
-        for row in rows
-        if row["group"] in ("", None) and row["digest"] is not None
-    }
+    # no part of the whole model's digest
+    adapters = {(row["engine"], row["version"]): row for row in rows if row["group"] == "lora"}
+    found = {}
+    for row in rows:
+        key = row["engine"], row["version"]
+        adapter = adapters.get(key, {"digest": 0, "elements": 0, "reason": None})
+        if row["group"] in ("", None) and None not in (row["digest"], adapter["digest"]):
+            found[key] = {
+                **row,
+                "grouped": key in grouped,
+                "adapter": adapter["digest"],
+                "adapter_elements": adapter["elements"],
+                "reason": row["reason"] or adapter["reason"],
+            }
+    return found
 
 
 def _same_kind(
@@ -187,6 +194,7 @@ def _same_kind(
     return (
         da["tensors"] == db["tensors"]
         and da["elements"] == db["elements"]
+        and da["adapter_elements"] == db["adapter_elements"]
         and da["grouped"] == db["grouped"]  # tapes before 1.2 name the tensors in another way
         and not (da["reason"] or db["reason"])  # repacked: nobody else has this digest
         and dtypes[0] == dtypes[1]
@@ -194,7 +202,8 @@ def _same_kind(
 
 
 def _hex(row: dict[str, Any]) -> str:
-    return f"{row['digest']:016x}"
+    adapter = f" with adapter {row['adapter']:016x}" if row["adapter_elements"] else ""
+    return f"{row['digest']:016x}{adapter}"
 
 
 def _model_problems(
@@ -216,12 +225,19 @@ def _model_problems(
     ]
 
 
-def settings_that_differ(a: Tape, b: Tape) -> dict[str, list[Any]]:
+def settings_that_differ(
+    a: Tape, b: Tape, of_a: Collection[str], of_b: Collection[str]
+) -> dict[str, list[Any]]:
     """Effective settings and engine facts that are not the same: name -> [of a, of b].
 
-    Where a tape has several engines, the setting is listed as it is in each.
+    Args:
+        a: one tape.
+        b: the other.
+        of_a: its engines that count; none for all. Where there are several, a setting is listed
+            as it is in each.
+        of_b: likewise.
     """
-    sides = [_settings(a), _settings(b)]
+    sides = [_settings(a, of_a), _settings(b, of_b)]
     names = sorted(sides[0].keys() | sides[1].keys())
     return {
         name: [sides[0].get(name), sides[1].get(name)]
@@ -230,15 +246,17 @@ def settings_that_differ(a: Tape, b: Tape) -> dict[str, list[Any]]:
     }
 
 
-def _settings(tape: Tape) -> dict[str, Any]:
+def _settings(tape: Tape, engines: Collection[str]) -> dict[str, Any]:
     found: dict[str, list[Any]] = {}
-    for row in tape.engines.values():
+    for name, row in tape.engines.items():
+        if engines and name not in engines:
+            continue
         facts = {
             k: row[k] for k in ("adapter", "role", "dtype", "device", "model_type", "vocab_size")
         }
         libraries = {f"versions.{k}": v for k, v in row["versions"].items()}
-        for name, value in {**facts, **row["effective"], **libraries}.items():
-            values = found.setdefault(name, [])
+        for setting, value in {**facts, **row["effective"], **libraries}.items():
+            values = found.setdefault(setting, [])
             if value not in values:
                 values.append(value)
     return {k: v[0] if len(v) == 1 else v for k, v in found.items()}

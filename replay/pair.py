@@ -127,7 +127,7 @@ def read_pair(pair: Pair, a: Sequence, b: Sequence) -> PairTokens:
     counts = response & mask_a.fill(True) & mask_b.fill(True)
     both = response & mask_a.valid & mask_b.valid
     scored_a, scored_b = read_scored(a, n), read_scored(b, n)
-    same_tape = a.tape.uuid == b.tape.uuid
+    same_tape = a.tape.uuid == b.tape.uuid and a.key == b.key
     kept = _kept(a, b, n)
     comparison = compare_meanings(scored_a, scored_b, where=counts, kept=kept, same_tape=same_tape)
     version_a, version_b = a.weight_version.resized(n), b.weight_version.resized(n)

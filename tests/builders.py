@@ -57,6 +57,7 @@ class Sample:
     finish: str = "stop"
     scoring: int = 0
     origin: str | None = None
+    scored_for: str | None = None  # by a trainer
     version: np.ndarray | None = None  # weight version that scored token p; None: no forwards
     used: RouteBlock | None = None
     live: RouteBlock | None = None
@@ -164,6 +165,7 @@ def write_tape(
     sealed: bool = True,
     facts: dict[str, Any] | None = None,
     digests: dict[int, int] | None = None,
+    adapters: dict[int, int] | None = None,
 ) -> Tape:
     """Write the samples in fragments of `fragment` positions and open the tape.
 
@@ -178,6 +180,7 @@ def write_tape(
         sealed: whether to seal it.
         facts: columns of the `engines` row to override.
         digests: weight version -> digest of the whole model.
+        adapters: weight version -> digest of its adapter.
     """
     engine = engine or (ENGINE_A if replays is None else ENGINE_B)
     create_tape(path, role=role, parent=replays.uuid if replays is not None else None)
@@ -202,14 +205,17 @@ def write_tape(
                 **(facts or {}),
             },
         )
-        for version, digest in (digests if digests is not None else {0: 7}).items():
+        whole = {0: 7} if digests is None else digests
+        rows = [("", *row) for row in whole.items()]
+        rows += [("lora", *row) for row in (adapters or {}).items()]
+        for group, version, digest in rows:
             writer.append(
                 "weights",
                 {
                     "engine": engine,
                     "version": version,
                     "state": "complete",
-                    "group": "",
+                    "group": group,
                     "digest": [np.uint64(digest)],
                     "tensors": 1,
                     "elements": 10,
@@ -256,6 +262,9 @@ def _write_sequence(
             "closed_ns": None if is_open else index + 1,
         },
     )
+    if sample.scored_for is not None:
+        fact = {"name": "scoring", "text": sample.scored_for, "t_ns": 1}
+        writer.append("annotations", {**_key(engine, sample), **fact})
 
 
 def _write_span(writer: TapeWriter, engine: str, sample: Sample, span: slice) -> None:

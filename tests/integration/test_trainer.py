@@ -15,6 +15,7 @@ from rolltape.recorder import trainer
 from rolltape.replay import diff_tapes
 from rolltape.replay.score import replay
 from rolltape.store.keys import Key
+from tests.integration.conftest import ROOT
 
 
 def scored_by(model: Any, ids: Any, mask: Any) -> Any:
@@ -93,6 +94,7 @@ def test_a_scored_batch_compares_with_the_rollout(
     assert first.annotations == {"scoring": "old", "optimizer_step": 3, "micro_batch": 0}
     summary = diff_tapes(tape, mine)
     assert summary["compared"]["sequences"] == len(keys)
+    assert summary["alignment"]["by_key" if origin else "by_digest"] == len(keys)
     assert summary["tokens_compared"] == int(loss.sum())
     assert summary["compared"]["routes"] > 0
     assert summary["mean_abs"] < 0.05 and not summary["non_finite"]
@@ -156,6 +158,42 @@ def test_packed_and_padded_say_the_same_and_each_scoring_is_a_pass(
         np.testing.assert_array_equal(a.valid, b.valid)
         np.testing.assert_array_equal(a.values[a.valid], b.values[b.valid])
         assert once.origin == again.origin
+
+
+def test_other_facts_and_the_dtype_of_the_log_softmax_are_kept(
+    tiny_moe: Any, tmp_path: Path
+) -> None:
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with rolltape.record(tmp_path / "t", role="trainer"):
+        trainer.record_logprobs(
+            tiny_moe,
+            ids,
+            torch.zeros(1, 4, dtype=torch.bfloat16),
+            loss_mask=ids,
+            facts={"autocast": "bf16", "clip": 0.2},
+        )
+    tape = store.open(tmp_path / "t")
+    (sequence,) = tape
+    assert tape.role == "trainer"
+    assert sequence.annotations == {"scoring": "current", "autocast": "bf16", "clip": 0.2}
+    (row,) = tape.rows("tokens")
+    assert row["semantics"]["dtype"] == "bfloat16"
+
+
+def test_the_code_of_the_guide_runs(tiny_moe: Any, rollout: Any, tmp_path: Path) -> None:
+    tape, _, keys = rollout
+    ids, mask, loss, _ = batch_of(tape, keys)
+    text = (ROOT / "docs" / "trainer.md").read_text()
+    blocks = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
+    names = {"model": tiny_moe, "input_ids": ids, "mask": mask, "loss_mask": loss, "keys": keys}
+    names |= {"torch": torch, "step": 0, "i": 0}
+    with rolltape.record(tmp_path / "t", role="trainer"), torch.no_grad():
+        for block in blocks:
+            exec(block, names)
+    found = store.open(tmp_path / "t")
+    assert len(blocks) == 2 and len(found) == len(keys)
+    assert {row["kind"] for row in found.rows("events")} == set()
+    assert [r["name"] for r in found.rows("annotations") if r["request"] == "chat-7"]
 
 
 def test_a_fault_of_the_recorder_does_not_reach_the_loss(tiny_moe: Any, tmp_path: Path) -> None:

@@ -25,8 +25,13 @@ from rolltape.recorder.digest import (  # noqa: E402
     group_digests,
     sum_shards,
     weights_digest,
+    weights_stamp,
 )
-from rolltape.recorder.parts import parts_of_files, parts_of_transformers  # noqa: E402
+from rolltape.recorder.parts import (  # noqa: E402
+    digests_of_transformers,
+    parts_of_files,
+    parts_of_transformers,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -164,7 +169,13 @@ def _rank(rank: int, port: int, queue: Any) -> None:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        queue.put((rank, group_digests(parts_of_transformers(model))))
+        parts = group_digests(parts_of_transformers(model))
+        reason = digests_of_transformers(model)[-1].reason
+        stamps = [weights_stamp(model), weights_stamp(model)]
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(1)
+        queue.put((rank, (parts, reason, [*stamps, weights_stamp(model)])))
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -184,8 +195,11 @@ def test_shards_of_fsdp_sum_to_the_model() -> None:
         process.join(60)
         assert process.exitcode == 0
     want = by_group(group_digests(parts_of_transformers(make("qwen3_moe"))))
-    assert by_group(sum_shards(shards.values())) == want
-    assert 0 < shards[0][-1].elements < want[""].elements
+    assert by_group(sum_shards(parts for parts, _, _ in shards.values())) == want
+    assert 0 < shards[0][0][-1].elements < want[""].elements
+    for _, reason, (first, again, moved) in shards.values():
+        assert reason.endswith("a shard: the digests of all processes add up to the model's")
+        assert first == again != moved
 
 
 @pytest.fixture
@@ -258,3 +272,57 @@ def test_what_cannot_be_read_has_no_digest_and_what_cannot_be_compared_says_why(
         ("plain", False, None),
     ]
     assert rows[-1].value is None and rows[-1].reason.startswith("3 of 4 groups")
+
+
+def adapted() -> Any:
+    """A model with two adapters, the first in force, which also brings a head of its own."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def config(**more: Any) -> Any:
+        return peft.LoraConfig(r=2, target_modules=["q_proj"], **more)
+
+    model = peft.get_peft_model(make("qwen3_moe"), config(modules_to_save=["lm_head"]))
+    model.add_adapter("other", config())
+    return model
+
+
+def rows_of(model: Any) -> dict[str, int | None]:
+    return {row.group: row.value for row in group_digests(parts_of_transformers(model))}
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft
+def test_of_several_adapters_those_in_force_count() -> None:
+    model, plain = adapted(), rows_of(make("qwen3_moe"))
+    first = rows_of(model)
+    with model.disable_adapter():
+        assert rows_of(model) == plain  # with the head that the adapter replaces
+    assert rows_of(model) == first
+    assert first.keys() == (plain.keys() | {"lora"}) - {"lm_head"}
+    model.set_adapter("other")
+    other = rows_of(model)
+    assert other["lora"] != first["lora"]
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B.default" in name:
+                weight.add_(1)  # sleeps
+    assert rows_of(model) == other
+    model.set_adapter("default")
+    assert rows_of(model)["lora"] != first["lora"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_switching_an_adapter_is_seen_and_training_one_that_is_off_is_not() -> None:
+    model = adapted()
+    first = weights_stamp(model)
+    model.set_adapter("other")
+    other = weights_stamp(model)
+    assert other != first
+    with model.disable_adapter():
+        off = weights_stamp(model)
+        assert off not in (first, other)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    weight.add_(1)
+        assert weights_stamp(model) == off
+    assert weights_stamp(model) != other

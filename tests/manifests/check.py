@@ -82,6 +82,8 @@ def symbols(package: str) -> Iterator[tuple[str, Any]]:
             if inspect.isclass(thing):
                 for member, value in vars(thing).items():
                     plain = value.__func__ if hasattr(value, "__func__") else value
+                    if getattr(plain, "__module__", None) != found.name:
+                        continue  # what Enum and NamedTuple put there
                     if inspect.isfunction(plain) and not member.startswith(("__", "_double")):
                         yield f"{found.name}:{name}.{member}", plain
 

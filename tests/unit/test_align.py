@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import shutil
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rolltape import store
+from rolltape.replay import diff_tapes
 from rolltape.replay.align import Alignment, Entry, align, alignment_problems, entries, select
 from rolltape.store import UsageError
 from rolltape.store.keys import Key
-from tests.builders import random_samples, write_tape
+from tests.builders import ENGINE_A, Sample, random_samples, write_tape
+
+TRAINER = "e5" * 16
 
 
 def _side(engine: str) -> st.SearchStrategy[list[Entry]]:
@@ -157,6 +162,60 @@ def test_later_passes_of_a_trainer_are_repeats_unless_they_are_asked_for(tmp_pat
     chosen = select(a, b, ["0-0.0.p1"])
     assert [p.b.scoring for p in chosen.pairs] == [1]
     assert chosen.unmatched_b == ()
+
+
+def trained(samples: list[Sample], purpose: str = "old", scoring: int = 0) -> list[Sample]:
+    """Passes of a trainer over the samples."""
+    mine = copy.deepcopy(samples)
+    for sample in mine:
+        sample.scored_for, sample.scoring = purpose, scoring
+    return mine
+
+
+def test_a_trainer_is_joined_by_the_keys_it_carries_though_it_is_no_replay(tmp_path):
+    samples = random_samples(2)
+    samples[1].ids = samples[0].ids.copy()  # the same tokens: only the key can tell them apart
+    samples[1].prompt_len = samples[0].prompt_len
+    a = write_tape(tmp_path / "a", samples)
+    keys = [key.text for key in sorted(a.keys())]
+    passes = trained(samples)
+    for sample, key in zip(passes, keys[::-1], strict=True):
+        sample.origin = key
+    b = write_tape(tmp_path / "b", passes, engine=TRAINER, role="trainer")  # no replay of a
+    found = select(a, b)
+    assert [(p.by, p.ambiguous) for p in found.pairs] == [("key", False)] * 2
+    assert {p.a.text: b.sequence(p.b).origin.text for p in found.pairs} == {k: k for k in keys}
+
+
+def test_of_a_trainer_the_scorings_for_one_purpose_are_chosen(tmp_path):
+    samples = random_samples(2)
+    a = write_tape(tmp_path / "a", samples)
+    passes = [*trained(samples), *trained(samples, "current", 1)]
+    b = write_tape(tmp_path / "b", passes, engine=TRAINER, role="trainer")
+    for purpose, number in (("old", 0), ("current", 1)):
+        found = select(a, b, scoring=purpose)
+        assert [p.b.scoring for p in found.pairs] == [number] * 2
+        assert not found.unmatched_a and not found.unmatched_b
+    with pytest.raises(UsageError, match="nothing was scored as 'reference'") as error:
+        select(a, b, scoring="reference")
+    assert "current, old" in str(error.value.hint)
+    with pytest.raises(UsageError):
+        select(b, a, scoring="old")
+
+
+def test_a_tape_of_rollouts_and_trainer_is_compared_within(tmp_path):
+    samples = random_samples(2)
+    write_tape(tmp_path / "a", samples, sealed=False)
+    write_tape(tmp_path / "b", trained(samples), engine=TRAINER, role="trainer", sealed=False)
+    ours = shutil.ignore_patterns("*.json")
+    shutil.copytree(tmp_path / "b", tmp_path / "a", dirs_exist_ok=True, ignore=ours)
+    tape = store.open(tmp_path / "a")
+    pairs = select(tape, tape, scoring="old").pairs
+    assert {(p.a.engine, p.b.engine) for p in pairs} == {(ENGINE_A, TRAINER)}
+    assert len(pairs) == 2 and not any(p.ambiguous for p in pairs)
+    report = diff_tapes(tape, tape, scoring="old")
+    assert report["verdict"] == "identical" and report["compared"]["sequences"] == 2
+    assert report["settings"] == {"role": ["rollout", "trainer"]}
 
 
 def test_open_and_empty_sequences_without_a_partner_are_named_but_are_no_fault(tmp_path):

@@ -346,6 +346,21 @@ def test_weights_of_another_dtype_cannot_be_checked_and_that_is_said(sides):
     assert report["settings"]["dtype"] == ["bfloat16", "float32"]
 
 
+def test_adapters_belong_to_the_weights(sides):
+    sides.options_a, sides.options_b = {"adapters": {0: 5}}, {"adapters": {0: 6}}
+    problem = sides.diff()["identity"][0]
+    assert problem["kind"] == "weights"
+    assert problem["values"] == [f"{7:016x} with adapter {n:016x}" for n in (5, 6)]
+
+
+@pytest.mark.parametrize(("theirs", "warned"), [({"adapters": {0: 5}}, False), ({}, True)])
+def test_an_adapter_that_one_side_does_not_have_cannot_be_checked(sides, theirs, warned):
+    sides.options_a, sides.options_b = {"adapters": {0: 5}}, theirs
+    report = sides.diff()
+    assert not kinds(report)
+    assert kinds(report, "warnings") == ["weights_unchecked"] * warned
+
+
 def test_another_architecture_is_an_identity_problem(sides):
     sides.options_b = {"facts": {"model_fingerprint": "0" * 32}}
     assert kinds(sides.diff()) == ["model"]

@@ -7,7 +7,6 @@ and transformers; the rest is replaced by stubs, see tests/sglang_scenario.py.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import os
@@ -28,6 +27,7 @@ from rolltape.recorder.sglang.facts import find_moe, read_sampling
 from rolltape.recorder.sglang.targets import TARGETS
 from rolltape.store import token_digest
 from rolltape.store.schema import SUPPORT_FULL, SUPPORT_UNRECORDED
+from tests import coroutines
 from tests.manifests.check import double_problems, load, target_problems
 from tests.sglang_scenario import PROMPT, Drive, logprobs, routes, scenario
 
@@ -71,13 +71,13 @@ def closed(path: Path) -> store.Tape:
 def recorded_by_double(folder: Path) -> tuple[Path, dict[str, Any]]:
     from rolltape.recorder.sglang import adapter
 
-    plain = asyncio.run(scenario(Drive()))
+    plain = coroutines.run(scenario(Drive()))
     path = folder / "double"
     store.create_tape(path, role="rollout", provenance={})
     session.start(path, Options(strict=True))
     adapter.bind()
     try:
-        recorded = asyncio.run(scenario(Drive()))
+        recorded = coroutines.run(scenario(Drive()))
     finally:
         adapter.unbind()
         session.stop()
@@ -284,7 +284,7 @@ def generate(drive: Drive, ids: list[int], **fields: Any) -> tuple[Any, list[Any
     async def call() -> Any:
         return [out async for out in drive.manager.generate_request(obj)][-1]
 
-    return asyncio.run(call()), asked
+    return coroutines.run(call()), asked
 
 
 def test_samples_of_a_request_are_one_group(tape: Path) -> None:
@@ -336,7 +336,7 @@ def test_what_the_recorder_asked_for_stays_between_it_and_the_engine(
 def test_prompts_that_are_not_known_are_gaps(
     tape: Path, fields: dict[str, Any], reason: str
 ) -> None:
-    asyncio.run(Drive().send("x", **fields))
+    coroutines.run(Drive().send("x", **fields))
     found = closed(tape)
     assert not found.keys()
     (gap,) = events(found, "gap")
@@ -351,7 +351,7 @@ def test_logprobs_of_other_tokens_are_refused(tape: Path) -> None:
         await drive.send("x", return_logprob=True)
         await drive.output({**answer, "reason": {"type": "stop"}})
 
-    asyncio.run(run())
+    coroutines.run(run())
     found = closed(tape)
     assert not one(found, "x").logprob("scaled").valid.any()
     assert events(found, "gap")[0]["detail"]["reason"].startswith("the engine's logprobs are not")
@@ -364,7 +364,7 @@ def test_a_running_request_is_open_and_what_it_has_is_kept(tape: Path) -> None:
         await drive.send("x")
         await drive.output({"rid": "x", "ids": [7, 8]})
 
-    asyncio.run(run())
+    coroutines.run(run())
     sequence = one(closed(tape), "x")
     assert sequence.finish == "open"
     assert values(sequence.tokens)[5:] == [7, 8]
