@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from rolltape.recorder import session
+from rolltape.recorder.inject import _rolltape_hook
 from rolltape.recorder.options import Options
 from rolltape.recorder.provenance import provenance
 from rolltape.store import UsageError, create_tape, seal
@@ -20,6 +21,9 @@ def record(
     path: str | os.PathLike[str], *, role: str = "rollout", **options: object
 ) -> Iterator[Path | ObjectPlace]:
     """Record what this process generates or scores into a new tape, and seal it at the end.
+
+    Engines that start processes of their own (vLLM) are recorded whole if they are made inside of
+    the block, and ended in it: the tape is sealed at its end.
 
     Args:
         path: folder of the new tape, or URL in an object store; must not exist, or be empty.
@@ -51,18 +55,33 @@ def record(
         provenance=provenance(sys.argv),
         storage_options=chosen.storage_options,
     )
-    from rolltape.recorder import tactics, transformers
-
     session.start(path, chosen)
-    bound = transformers.bind()
-    tactics.observe_all()
     status = "error"
     try:
-        yield root
+        with _variables(chosen.environment(_absolute(path))):
+            _rolltape_hook.watch(_rolltape_hook.HOOKS)
+            yield root
         status = "ok"
     finally:
         session.stop()
-        if bound:
-            transformers.unbind()
-            tactics.unbind()
+        _rolltape_hook.unwatch(_rolltape_hook.HOOKS)
         seal(path, status={"api": status}, storage_options=chosen.storage_options)
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    return os.fspath(path) if "://" in os.fspath(path) else os.path.abspath(path)
+
+
+@contextmanager
+def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -68,7 +68,7 @@ def unpack(packed: Packed) -> list[Step]:
 
 
 def _no_rows() -> Rows:
-    none = np.zeros(0, np.int64)
+    none: Any = np.zeros(0, np.int64)
     return Rows(**dict.fromkeys(_ROWS, none))
 
 

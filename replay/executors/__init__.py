@@ -1,0 +1,1 @@
+"""What runs recorded schedules again: a module per engine."""

@@ -1,0 +1,87 @@
+"""What an executor is asked, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rolltape.replay.schedule import Refused
+from rolltape.store.errors import UsageError
+
+_SWITCHES = "switches of re-execute: batch=recorded|one|N, weights=PATH"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What a re-execution changes on purpose.
+
+    Args:
+        rows: rows of a batch; None is the recorded composition.
+        weights: path of another checkpoint; None is the one that was recorded.
+    """
+
+    rows: int | None = None
+    weights: str | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is changed."""
+        return self.rows is not None or self.weights is not None
+
+    @classmethod
+    def parse(cls, items: Sequence[str]) -> Changes:
+        """From `["batch=one", ...]`.
+
+        Raises:
+            UsageError: not KEY=VALUE, an unknown key or value, or a key given twice.
+        """
+        given: dict[str, str] = {}
+        for item in items:
+            key, equals, value = item.partition("=")
+            if not equals or not value:
+                raise UsageError(f"switch {item!r} is not KEY=VALUE", hint=_SWITCHES)
+            if key not in ("batch", "weights"):
+                raise UsageError(f"mode re-execute has no switch {key!r}", hint=_SWITCHES)
+            if key in given:
+                raise UsageError(f"switch {key} is given twice", hint=_SWITCHES)
+            given[key] = value
+        return cls(rows=_rows(given.get("batch", "recorded")), weights=given.get("weights"))
+
+    def as_dict(self) -> dict[str, str]:
+        """As they are given on the command line, defaults included."""
+        batch = {None: "recorded", 1: "one"}.get(self.rows, str(self.rows))
+        return {"batch": batch, "weights": self.weights or "recorded"}
+
+
+def _rows(value: str) -> int | None:
+    if value == "recorded":
+        return None
+    if value == "one":
+        return 1
+    if value.isdecimal() and int(value) > 0:
+        return int(value)
+    raise UsageError(f"switch batch={value}: no such value", hint=_SWITCHES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """What the executor itself saw of a run, told beside the tape that was written.
+
+    Args:
+        model: path or name of the model that ran.
+        forwards: of the model, counted by a hook of the executor's own.
+        started_ns: wall clock.
+        ended_ns: wall clock.
+        self_test: `neutral`: forcing a run's own tokens changes no bit; `control`: a changed
+            prompt does; None where that could not be found out, and `reason` says why.
+        refused: calls that could not be laid out again.
+        warnings: what could not be verified.
+    """
+
+    model: str
+    forwards: int
+    started_ns: int
+    ended_ns: int
+    self_test: Mapping[str, object]
+    refused: tuple[Refused, ...] = ()
+    warnings: tuple[str, ...] = ()
