@@ -16,6 +16,8 @@ from rolltape.store.errors import RolltapeError
 #: The folder that goes in front of PYTHONPATH.
 INJECT = Path(__file__).absolute().parent / "inject"
 
+#: Variables in which a job may list the plugins that an engine loads.
+_PLUGIN_LISTS = ("VLLM_PLUGINS", "SGLANG_PLUGINS")
 _PYTHON = re.compile(r"python[\d.]*|pypy[\d.]*")
 _FIND_SITE = """
 import os, site, sys
@@ -36,6 +38,16 @@ def prepended(pythonpath: str | None) -> str:
     if entries[:1] == [str(INJECT)]:
         return os.pathsep.join(entries)
     return os.pathsep.join([str(INJECT), *entries])
+
+
+def with_our_plugin(env: Mapping[str, str]) -> dict[str, str]:
+    """The lists of allowed plugins that a job has set, each with ours in it."""
+    lists = {}
+    for name in _PLUGIN_LISTS:
+        allowed = [word.strip() for word in env.get(name, "").split(",") if word.strip()]
+        if allowed and "rolltape" not in allowed:
+            lists[name] = ",".join([*allowed, "rolltape"])
+    return lists
 
 
 def interpreter_of(command: Sequence[str], env: Mapping[str, str]) -> str:
@@ -75,8 +87,8 @@ def _shebang(program: str) -> list[str]:
 def pth_file(interpreter: str) -> Iterator[Path]:
     """A `.pth` in the site-packages of an interpreter that loads the hook, removed at the end.
 
-    It does nothing in a process without ROLLTAPE_TAPE, so other jobs of that environment do not
-    notice it, nor would they if it stayed behind because we were killed.
+    In a process without ROLLTAPE_TAPE it only waits (`pth_line`), so other jobs of that environment
+    do not notice it, nor would they if it stayed behind because we were killed.
 
     Raises:
         InjectionError: the interpreter does not run, or has no site-packages we may write to.
@@ -96,13 +108,16 @@ def pth_file(interpreter: str) -> Iterator[Path]:
 
 
 def pth_line() -> str:
-    """What stands in a `.pth` that loads the hook where there is a recording."""
+    """What stands in a `.pth` that loads the hook.
+
+    Without a recording the hook waits for an engine whose workers are told of one only later.
+    """
     # One line, executed by site.py inside one of its functions: it binds no name but `os`, `sys`.
     folder = ascii(str(INJECT))
     return (
-        f"import os, sys; os.environ.get('ROLLTAPE_TAPE') and os.path.isdir({folder}) and "
-        f"(sys.path.insert(0, {folder}), __import__('_rolltape_hook').start(), "
-        f"sys.path.remove({folder}))\n"
+        f"import os, sys; os.path.isdir({folder}) and (sys.path.insert(0, {folder}), "
+        f"__import__('_rolltape_hook').start() if os.environ.get('ROLLTAPE_TAPE') "
+        f"else __import__('_rolltape_late').wait(), sys.path.remove({folder}))\n"
     )
 
 

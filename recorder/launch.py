@@ -21,11 +21,13 @@ from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
 import rolltape
-from rolltape.recorder.injection import interpreter_of, prepended, pth_file
+from rolltape.recorder.injection import interpreter_of, prepended, pth_file, with_our_plugin
 from rolltape.recorder.options import Options
 from rolltape.recorder.provenance import mask_argv, provenance
+from rolltape.recorder.serving.ranks import compare_ranks
 from rolltape.recorder.settings import launch_variables
 from rolltape.recorder.summary import Summary, notes_to_events, summarize
+from rolltape.recorder.tensorrt_llm.identity import copies
 from rolltape.store import create_tape, seal
 from rolltape.store.places import LocalPlace, ObjectPlace, place_of
 from rolltape.store.seal import add_index
@@ -81,13 +83,14 @@ class Job:
     def variables(self) -> dict[str, str]:
         """The variables that are set for the command, on top of `env`."""
         variables = self.options.environment(self.tape) | launch_variables(self.env)
+        variables |= with_our_plugin(self.env)
         if not isinstance(self.place, LocalPlace):
             variables["ROLLTAPE_PROCS"] = str(self.procs)
         # where a job finds us in spite of a folder of our name beside its script
         variables["ROLLTAPE_PACKAGE"] = str(rolltape.__file__)
         if self.inject == "sitecustomize":
             variables["PYTHONPATH"] = prepended(self.env.get("PYTHONPATH"))
-        return variables
+        return variables | copies(variables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,6 +362,7 @@ def _close(job: Job, ended: Ended, *, started_ns: int, before: Summary | None) -
 
 def _seal(job: Job, ended: Ended, *, started_ns: int) -> dict[str, Any]:
     notes_to_events(job.place, job.procs)
+    compare_ranks(job.place)
     status: dict[str, Any] = {
         "argv": mask_argv(job.command),
         "host": platform.node(),

@@ -6,6 +6,7 @@ compare the list with what is installed, and with a manifest made from the engin
 
 from __future__ import annotations
 
+import dis
 import importlib
 import importlib.util
 import inspect
@@ -63,7 +64,9 @@ def check(target: Target) -> Binding:
     except Exception as error:  # whatever an engine's import may raise
         return Binding(target=target, state="failed", detail=f"{type(error).__name__}: {error}")
     for part in target.symbol.split(".") if target.symbol else ():
-        found = getattr(found, part, None)
+        owner, found = found, getattr(found, part, None)
+        if found is None and inspect.isclass(owner) and _assigns(owner, part):
+            return Binding(target=target, state="bound")
         if found is None:
             return Binding(target=target, state="missing", detail=f"no {part} in {target.module}")
     gone = sorted(set(target.parameters) - parameters_of(found))
@@ -71,6 +74,23 @@ def check(target: Target) -> Binding:
         detail = f"no parameter {', '.join(gone)}"
         return Binding(target=target, state="changed", detail=detail)
     return Binding(target=target, state="bound")
+
+
+def _assigns(owner: type, name: str) -> bool:
+    """Whether a class declares a field, or a method of it sets one, that only its objects have."""
+    return any(
+        name in vars(cls).get("__annotations__", ())
+        or any(_stores(member, name) for member in vars(cls).values())
+        for cls in owner.__mro__
+    )
+
+
+def _stores(member: Any, name: str) -> bool:
+    plain = getattr(member, "fset", None) or getattr(member, "__func__", member)
+    code = getattr(inspect.unwrap(plain) if callable(plain) else None, "__code__", None)
+    return code is not None and any(
+        step.opname == "STORE_ATTR" and step.argval == name for step in dis.get_instructions(code)
+    )
 
 
 def parameters_of(function: Any) -> set[str]:

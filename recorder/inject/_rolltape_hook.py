@@ -24,11 +24,25 @@ HOOKS = {
     "ray._private.worker": "rolltape.recorder.ray:bind",
     "sglang.srt.managers.tokenizer_manager": "rolltape.recorder.sglang.adapter:bind",
     "tensorrt_llm._torch.autotuner": "rolltape.recorder.tactics.bind:bind",
+    "tensorrt_llm._torch.pyexecutor.cuda_graph_runner": (
+        "rolltape.recorder.tensorrt_llm.worker:bind_graphs"
+    ),
+    "tensorrt_llm._torch.pyexecutor.llm_request": (
+        "rolltape.recorder.tensorrt_llm.worker:bind_request"
+    ),
+    "tensorrt_llm._torch.pyexecutor.model_loader": (
+        "rolltape.recorder.tensorrt_llm.worker:bind_loader"
+    ),
+    "tensorrt_llm._torch.pyexecutor.py_executor": "rolltape.recorder.tensorrt_llm.worker:bind_loop",
+    "tensorrt_llm.executor.executor": "rolltape.recorder.tensorrt_llm.bind:bind_executor",
+    "tensorrt_llm.executor.result": "rolltape.recorder.tensorrt_llm.bind:bind_result",
+    "tensorrt_llm.llmapi.llm": "rolltape.recorder.tensorrt_llm.bind:bind_llm",
     "torch._inductor.select_algorithm": "rolltape.recorder.tactics.bind:bind",
     "transformers.generation.utils": "rolltape.recorder.transformers:bind",
     "triton.runtime.autotuner": "rolltape.recorder.tactics.bind:bind",
     "trl.trainer.grpo_trainer": "rolltape.recorder.trl:bind",
-    "vllm.config.vllm": "rolltape.recorder.vllm.identity:bind",
+    "vllm.config.vllm": "rolltape.recorder.vllm:bind_config",
+    "vllm.engine.arg_utils": "rolltape.recorder.vllm.arguments:bind",
     "vllm.v1.engine.async_llm": "rolltape.recorder.vllm.frontend:bind_engine",
     "vllm.v1.engine.core": "rolltape.recorder.vllm.core:bind",
     "vllm.v1.engine.llm_engine": "rolltape.recorder.vllm.frontend:bind_engine",
@@ -68,6 +82,16 @@ def watch(hooks: "Mapping[str, str]") -> None:
             _call(target)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
+
+
+def unwatch(hooks: "Mapping[str, str]") -> None:
+    """Inverse of `watch`: what was called is undone by the `unbind` of its module."""
+    for name in hooks:
+        _finder.pending.pop(name, None)
+    for module in {target.partition(":")[0] for target in hooks.values()}:
+        unbind = getattr(sys.modules.get(module), "unbind", None)
+        if unbind is not None:
+            unbind()
 
 
 class _Finder:

@@ -31,7 +31,7 @@ TARGETS: tuple[Target, ...] = (
     Target(
         module="tensorrt_llm._torch.autotuner",
         symbol="AutoTuner._find_nearest_profile",
-        parameters=("shapes", "dynamic_tensor_specs", "constraint_specs"),
+        parameters=("shapes",),  # then a configuration, or what is in one
         gives="tactics",
         instead="a choice is not joined to its cache entry: no time_ms, chosen shows as cached",
     ),

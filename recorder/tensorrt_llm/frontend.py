@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from rolltape.recorder.gating import LeftOut, prompt_key, wants
 from rolltape.recorder.rows import engine_job
 from rolltape.recorder.session import Session
-from rolltape.recorder.tensorrt_llm.identity import current_engine, engine_of
+from rolltape.recorder.tensorrt_llm.identity import arrived, current_engine, engine_of, is_worker
 from rolltape.recorder.tensorrt_llm.output import (
     additional_names,
     finish_of,
@@ -27,7 +29,7 @@ from rolltape.recorder.tensorrt_llm.output import (
     token_logprobs,
 )
 from rolltape.recorder.tensorrt_llm.sampling import Resolved, resolve
-from rolltape.recorder.tensorrt_llm.settings import environment, requested
+from rolltape.recorder.tensorrt_llm.settings import environment, named, requested
 from rolltape.store import TapeWriter, codecs, token_digest
 from rolltape.store.columns import Masked, ragged
 from rolltape.store.keys import Key
@@ -38,14 +40,26 @@ _ATTRIBUTE = "_rolltape"
 _MOST_CUT = 4096
 
 _cut: OrderedDict[tuple[str, str], str] = OrderedDict()
+_left_out: weakref.WeakKeyDictionary[Session, dict[str, LeftOut]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
 class Sample:
-    """One output of a request, as far as it is recorded."""
+    """One output of a request, as far as it is recorded.
+
+    Args:
+        tokens: of its response so far.
+        written: how many of them are on the tape.
+        seen: whether any response of it was.
+        reason: name of the engine's reason for its end; of several samples only the last one to end
+            has it in its output.
+        closed: whether it is over.
+    """
 
     tokens: list[int] = field(default_factory=list)
     written: int = 0
+    seen: bool = False
+    reason: str | None = None
     closed: bool = False
 
 
@@ -62,6 +76,8 @@ class Request:
     derived: bool
     continues: str | None
     samples: dict[int, Sample] = field(default_factory=dict)
+    #: samples of which tokens were missed, so that what follows has no place
+    broken: set[int] = field(default_factory=set)
     depth: int = 0
 
     def key(self, sample: int) -> dict[str, Any]:
@@ -77,7 +93,7 @@ def engine_started(session: Session, llm: Any) -> None:
     facts = {
         "process": "frontend",
         "model": None if model is None else str(model),
-        "effective": {"environment": environment()},
+        "effective": named(environment()),
     }
     job = engine_job(engine, "rollout", "tensorrt_llm", facts, requested(args))
     session.put(job, nbytes=8192, gap={"engine": engine, "detail": {"table": "engines"}})
@@ -89,7 +105,8 @@ def opened(session: Session, result: Any, executor: Any) -> None:
     A worker makes one too for what a front end elsewhere sent it; that one is not recorded.
     """
     queues = ("result_queue", "frontend_result_queues", "postproc_queues")
-    if any(getattr(executor, name, None) is not None for name in queues):
+    answers = any(getattr(executor, name, None) is not None for name in queues)
+    if is_worker(executor) and (answers or arrived()):  # a front end has such queues as well
         return
     params = result.sampling_params
     engine = engine_of(executor) or current_engine()
@@ -100,6 +117,10 @@ def opened(session: Session, result: Any, executor: Any) -> None:
         session.event("gap", engine=engine, request=name, detail={"reason": reason})
         return
     many = int(getattr(params, "best_of", None) or getattr(params, "n", 1) or 1)
+    if not wants(prompt_key(prompt), session.options):
+        of_engine = _left_out.setdefault(session, {})
+        of_engine.setdefault(engine, LeftOut(session, engine)).add("sequences", many)
+        return
     group = f"{engine[:8]}.{name}" if many > 1 else "p" + token_digest(len(prompt), prompt)[:16]
     request = Request(
         session=session,
@@ -150,11 +171,24 @@ def request_of(result: Any) -> Request | None:
     return found if isinstance(found, Request) else None
 
 
-def received(request: Request, response: Any, sample: int) -> None:
-    """Tokens of one response, before the front end cuts stop words off."""
+def received(request: Request, reasons: Any, response: Any, sample: int) -> bool:
+    """Tokens of one response, before the front end cuts stop words off.
+
+    Args:
+        request: that it answers.
+        reasons: why it ends, one for each beam.
+        response: has `output_token_ids`, one list for each beam.
+        sample: index among the samples of the request.
+
+    Returns:
+        True: what is seen of the sample is whole.
+    """
     known = request.samples.get(sample)
     if known is not None and not known.closed:
-        known.tokens.extend(int(token) for token in response.output_token_ids[0])
+        reason = getattr(reasons[0], "name", None) if reasons else None
+        known.tokens.extend([int(token) for token in response.output_token_ids[0]])
+        known.reason, known.seen = reason, True
+    return True
 
 
 def handled(request: Request, result: Any, *, failed: bool) -> None:
@@ -165,20 +199,23 @@ def handled(request: Request, result: Any, *, failed: bool) -> None:
         if sample is None or sample.closed:
             continue
         cancelled = str(getattr(output, "finish_reason", None)) == "cancelled"
+        if done and not failed and not sample.seen:  # a postprocess worker has read its tokens
+            request.broken.add(index)
         _write_tokens(request, index, sample, output)
         if done or cancelled:
-            finish = finish_of(output.finish_reason, done=True, failed=failed)
-            _close(request, index, sample, output, finish)
+            reason = getattr(output, "finish_reason", None) or sample.reason
+            # of one that was not seen to its end the reason is not known, if it has none here
+            finish = finish_of(reason, done=index not in request.broken, failed=failed)
+            _close(request, index, sample, result, finish)
 
 
 def _write_tokens(request: Request, index: int, sample: Sample, output: Any) -> None:
     fresh = sample.tokens[sample.written :]
-    if not fresh:
+    if not fresh or index in request.broken:
         return
     start = len(request.prompt) + sample.written
     entries = list(getattr(output, "logprobs", None) or ())[sample.written :]
     values, there = token_logprobs(entries, fresh)
-    sample.written = len(sample.tokens)
     ids = np.array(fresh, np.uint32)
     sizes = np.array([len(fresh)])
     how = request.how
@@ -209,6 +246,7 @@ def _write_tokens(request: Request, index: int, sample: Sample, output: Any) -> 
     gap = {"start": start, "n": len(fresh), "detail": {"table": "tokens"}}
     key = {k: v for k, v in request.key(index).items() if k != "pass"}
     request.session.put(job, nbytes=16 * len(fresh) + 512, gap={**key, **gap})
+    sample.written = len(sample.tokens)
 
 
 def _supports(request: Request, index: int, start: int, ids: np.ndarray) -> dict[str, Any]:
@@ -219,7 +257,7 @@ def _supports(request: Request, index: int, start: int, ids: np.ndarray) -> dict
     else:
         cuts = how.truncation or how.edits
         state = SUPPORT_UNRECORDED if cuts else SUPPORT_FULL
-        counts, kept = np.zeros(0, np.int32), np.zeros(0, np.uint32)
+        counts, kept = np.zeros(len(ids), np.int32), np.zeros(0, np.uint32)
     return {
         **request.key(index),
         "start": start,
@@ -231,10 +269,17 @@ def _supports(request: Request, index: int, start: int, ids: np.ndarray) -> dict
     }
 
 
-def _close(request: Request, index: int, sample: Sample, output: Any, finish: str) -> None:
+def _close(request: Request, index: int, sample: Sample, result: Any, finish: str) -> None:
     sample.closed = True
+    output = result._outputs[index]
     session, prompt = request.session, request.prompt
+    key: dict[str, Any] = {k: v for k, v in request.key(index).items() if k != "pass"}
+    whole = index not in request.broken
     ids = np.concatenate([prompt, np.array(sample.tokens, np.uint32)])
+    if not whole:
+        start = len(prompt) + sample.written
+        missing = {"table": "tokens", "reason": "tokens were not seen from here on"}
+        session.event("gap", **key, start=start, detail=missing)
     row = {
         **request.key(index),
         "group": request.group,
@@ -242,37 +287,41 @@ def _close(request: Request, index: int, sample: Sample, output: Any, finish: st
         "continues": request.continues,
         "external": request.name,
         "prompt_len": len(prompt),
-        "length": len(ids),
-        "digest": token_digest(len(prompt), ids),
+        "length": len(ids) if whole else None,
+        "digest": token_digest(len(prompt), ids) if whole else None,
         "finish": finish,
         "sampling": json.dumps(request.how.settings, default=str),
         "closed_ns": time.time_ns(),
     }
-    extra = session.safely("tensorrt_llm.extra", _extra, request, index, output, len(ids)) or []
+    extra = None
+    if whole:
+        extra = session.safely("tensorrt_llm.extra", _extra, request, index, result, len(ids))
+    extra = extra or []
 
     def job(writer: TapeWriter) -> None:
         for table, columns in extra:
             writer.append(table, columns)
         writer.append("sequences", row)
 
-    key = {k: v for k, v in request.key(index).items() if k != "pass"}
     gap = {**key, "detail": {"table": "sequences"}}
     nbytes = 1024 + sum(len(c.get("ids", b"")) for _, c in extra)
     session.put(job, nbytes=nbytes, gap=gap)
     if finish == "abort":
         detail = {"tokens": len(sample.tokens), "reason": str(output.finish_reason)}
         session.event("abort", **key, detail=detail)
+    if finish == "abort" and whole:
         _cut[(request.engine, _whole(ids))] = Key(request.engine, request.name, index).text
         while len(_cut) > _MOST_CUT:
             _cut.popitem(last=False)
 
 
-def _extra(request: Request, index: int, output: Any, length: int) -> list[tuple[str, Any]]:
+def _extra(request: Request, index: int, result: Any, length: int) -> list[tuple[str, Any]]:
     """Routes and prompt logprobs, where the engine gave them."""
-    session, rows = request.session, []
+    session, rows, output = request.session, [], result._outputs[index]
     key = {k: v for k, v in request.key(index).items() if k != "pass"}
     scores = getattr(output, "prompt_logprobs", None)
-    placed = prompt_logprobs(scores, request.prompt.tolist()) if scores else None
+    cached = int(getattr(result, "cached_tokens", 0) or 0)
+    placed = prompt_logprobs(scores, request.prompt.tolist(), cached) if scores else None
     if placed is not None:
         rows.append(("tokens", _scored_prompt(request, index, *placed)))
     elif scores:

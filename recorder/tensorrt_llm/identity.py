@@ -1,27 +1,28 @@
 """Which engine a process belongs to, and how the options of a recording get to its workers.
 
 Workers of an MPI pool receive only variables that begin with TLLM or TRTLLM, and receive them
-after their interpreter has started. So every variable of a recording has a copy under `PREFIX`,
-which is read once tensorrt_llm is imported; the id of the engine travels the same way. Ranks of
-one mpirun or srun share their launch, from which each makes the same id.
+after their interpreter has started. So every variable of a recording has a copy behind `COPIES`,
+which `inject/_rolltape_late` reads once tensorrt_llm is imported; the id of the engine travels the
+same way. Ranks of one mpirun or srun share their launch, from which each makes the same id.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 import xxhash
 
 from rolltape.store import new_uuid
 
-#: In front of the copy of a variable, for example TLLM_ROLLTAPE_TAPE for ROLLTAPE_TAPE.
-PREFIX = "TLLM_"
-ENGINE_VARIABLE = "TLLM_ROLLTAPE_ENGINE"
+#: In front of the copy of a variable: TLLM_ROLLTAPE_TAPE for ROLLTAPE_TAPE. Also in `inject`.
+COPIES = "TLLM_ROLLTAPE_"
+#: Not behind `COPIES`: these have no original.
+ENGINE_VARIABLE = "TRTLLM_ROLLTAPE_ENGINE"
 #: Variables of the front end that decide numbers, as JSON, for the workers to compare with.
-ENVIRONMENT_VARIABLE = "TLLM_ROLLTAPE_ENVIRONMENT"
+ENVIRONMENT_VARIABLE = "TRTLLM_ROLLTAPE_ENVIRONMENT"
 
 #: What names one launch of several ranks, and what says how many there are.
 _LAUNCHES = (
@@ -34,52 +35,69 @@ _started = 0
 _engines: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
-def adopt(env: MutableMapping[str, str] | None = None) -> list[str]:
-    """Give the copies of a recording's variables their own names, where those are not set.
+class _Announced:
+    """The engine whose executors this process is about to make, and which of them are to come."""
 
-    Returns:
-        Names that were set.
-    """
-    env = os.environ if env is None else env
-    names = []
-    for name in [n for n in env if n.startswith(PREFIX + "ROLLTAPE_")]:
-        plain = name.removeprefix(PREFIX)
-        if plain not in env and name not in (ENGINE_VARIABLE, ENVIRONMENT_VARIABLE):
-            env[plain] = env[name]
-            names.append(plain)
-    return names
+    engine = ""
+    front = worker = False
 
 
 def copies(env: Mapping[str, str]) -> dict[str, str]:
     """The copies of a recording's variables that pass to the workers of an MPI pool."""
     plain = {n: v for n, v in env.items() if n.startswith("ROLLTAPE_")}
-    return {PREFIX + name: value for name, value in plain.items()}
+    return {COPIES + name.removeprefix("ROLLTAPE_"): value for name, value in plain.items()}
+
+
+def announce() -> str:
+    """An `LLM` is about to be made: the id of its engine, left to the workers it will start.
+
+    A pool takes its variables when it is made, which may be before there is any executor.
+    """
+    _Announced.engine = _new_engine()
+    _Announced.front = _Announced.worker = True
+    os.environ.update(copies(os.environ))  # those of an earlier recording may be there
+    return _Announced.engine
 
 
 def start_engine(executor: Any) -> str:
     """The id of the engine that an executor is the front end or a worker of.
 
-    Called once it is being made. The front end makes the id and leaves it to the workers that it
-    will start; a worker finds one that it did not make.
+    Called once it is being made. One process may hold both, as rank 0 of an mpirun does; a worker
+    elsewhere finds an id that it did not make.
     """
-    global _started
     found = _engines.get(executor)
     if found is not None:
         return found
-    given = os.environ.get(ENGINE_VARIABLE)
-    if given is not None and arrived():
-        _engines[executor] = given
-        return given
+    if is_worker(executor):
+        if _Announced.worker:
+            engine = _Announced.engine
+        else:
+            engine = os.environ[ENGINE_VARIABLE] if arrived() else _new_engine()
+        _Announced.front = _Announced.worker = False
+    else:
+        engine = _Announced.engine if _Announced.front else _new_engine()
+        _Announced.engine, _Announced.front, _Announced.worker = engine, False, True
+    _engines[executor] = engine
+    return engine
+
+
+def is_worker(executor: Any) -> bool:
+    """Whether an executor runs the model, rather than speaking to one that does."""
+    return any(base.__name__ == "BaseWorker" for base in type(executor).__mro__)
+
+
+def _new_engine() -> str:
+    global _started
     engine = _of_launch(_started, os.environ) or new_uuid()
     _started += 1
     _own.add(engine)
-    _engines[executor] = os.environ[ENGINE_VARIABLE] = engine
+    os.environ[ENGINE_VARIABLE] = engine
     return engine
 
 
 def arrived() -> bool:
     """Whether a front end elsewhere has said which engine this process works for."""
-    return os.environ.get(ENGINE_VARIABLE, next(iter(_own), "")) not in _own | {""}
+    return os.environ.get(ENGINE_VARIABLE, "") not in _own | {""}
 
 
 def engine_of(executor: Any) -> str | None:
@@ -89,10 +107,8 @@ def engine_of(executor: Any) -> str | None:
 
 def current_engine() -> str:
     """The id of the engine that this process is starting, or works for."""
-    given = os.environ.get(ENGINE_VARIABLE)
-    if given is None:  # a worker whose front end is not recorded, or did not reach it
-        given = os.environ[ENGINE_VARIABLE] = _of_launch(_started, os.environ) or new_uuid()
-    return given
+    # none: a worker whose front end is not recorded, or did not reach it
+    return os.environ.get(ENGINE_VARIABLE) or _new_engine()
 
 
 def _of_launch(ordinal: int, env: Mapping[str, str]) -> str | None:

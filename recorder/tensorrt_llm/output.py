@@ -12,7 +12,18 @@ from typing import Any
 import numpy as np
 
 #: Finish reasons of the engine -> those of a tape.
-FINISH = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "abort"}
+FINISH = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "timeout": "abort",
+    # those of a response
+    "END_ID": "stop",
+    "STOP_WORDS": "stop",
+    "LENGTH": "length",
+    "CANCELLED": "abort",
+    "TIMED_OUT": "abort",
+}
 ROUTES = "routed_experts"
 
 
@@ -20,13 +31,13 @@ def finish_of(reason: Any, *, done: bool, failed: bool) -> str:
     """The `finish` of a sequence.
 
     Args:
-        reason: `CompletionOutput.finish_reason`.
+        reason: `CompletionOutput.finish_reason`, or the name of the one of a response.
         done: whether the engine says that nothing more will come.
         failed: whether it answered with an error.
     """
     if failed:
         return "error"
-    if reason is None:
+    if reason in (None, "NOT_FINISHED"):
         return "abort" if done else "open"
     return FINISH.get(str(reason), "error")
 
@@ -53,14 +64,15 @@ def token_logprobs(
 
 
 def prompt_logprobs(
-    entries: Sequence[Any] | None, prompt: Sequence[int]
+    entries: Sequence[Any] | None, prompt: Sequence[int], cached: int = 0
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Logprobs of prompt positions 1 and on; None if they cannot be placed.
 
     Entry i scores token i + 1; the last one scores the first generated token. With a reused prefix
-    only the end is there, without a word, so anything but one entry a prompt token is refused.
+    only the end is there, and paired with the wrong tokens without a word, so all of them are
+    refused where positions are `cached`, and anything but one entry a prompt token.
     """
-    if not entries or len(entries) not in (len(prompt), len(prompt) - 1):
+    if not entries or cached or len(entries) not in (len(prompt), len(prompt) - 1):
         return None
     values, there = token_logprobs(entries[: len(prompt) - 1], prompt[1:])
     if isinstance(entries[0], dict) and not there.any():

@@ -92,6 +92,11 @@ class RouteTap:
             return taken
         return taken[torch.from_numpy(kept).to(taken.device)]
 
+    def clear(self) -> None:
+        """Forget what a forward wrote that nobody takes."""
+        with torch.inference_mode():
+            self.buffer.ids.fill_(-1)
+
     def undo(self) -> None:
         """Take everything away again; graphs that are captured go on writing."""
         while self._undo:
@@ -114,16 +119,20 @@ class RouteTap:
             chosen = apply(*args, **kwargs)
             session = recording()
             if session is not None:
-                session.safely("tensorrt_llm.routes", self._write, index, chosen[0])
+                at, self._at[index] = self._at[index], len(self.buffer.ids)
+                rows = session.safely("tensorrt_llm.routes", self._write, index, at, chosen[0])
+                if rows is not None:  # else the chunks behind it have no place of their own
+                    self._at[index] = at + rows
             return chosen
 
         return tapped
 
-    def _write(self, index: int, ids: torch.Tensor) -> None:
+    def _write(self, index: int, at: int, ids: torch.Tensor) -> int:
         rows, k = ids.shape
-        at, self._at[index] = self._at[index], self._at[index] + rows
-        fits = max(min(rows, len(self.buffer.ids) - at), 0)
-        self.overrun |= fits < rows
+        end = len(self.buffer.ids)
+        fits = max(min(rows, end - at), 0)
+        self.overrun |= at < end and fits < rows
         # a normal tensor, so that in-place writes are legal inside and outside of inference mode
         with torch.inference_mode():
             self.buffer.ids[at : at + fits, index, :k].copy_(ids[:fits])
+        return int(rows)

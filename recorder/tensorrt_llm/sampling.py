@@ -47,7 +47,9 @@ def resolve(params: Any) -> Resolved:
     Fields that this version does not have count as unset.
     """
     values = {name: _scalar(getattr(params, name, None)) for name in (*_NAMES, *_PENALTIES)}
-    greedy = not getattr(params, "use_beam_search", False) and _greedy(values)
+    greedy = getattr(params, "_greedy_decoding", None)  # rules changed: the engine's own counts
+    if greedy is None:
+        greedy = not getattr(params, "use_beam_search", False) and _greedy(values)
     temperature = values["temperature"]
     truncation = ["greedy"] if greedy else []
     if not greedy:

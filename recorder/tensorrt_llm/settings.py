@@ -7,35 +7,29 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from rolltape.recorder.provenance import allowed_environment
+from rolltape.recorder import settings as shared
 from rolltape.recorder.tensorrt_llm.identity import ENVIRONMENT_VARIABLE
 
-#: Switches that TensorRT-LLM turns on only when they are exactly "1".
-ONLY_ONE = (
-    "FORCE_DETERMINISTIC",
-    "FORCE_MOE_KERNEL_DETERMINISTIC",
-    "FORCE_ATTENTION_KERNEL_DETERMINISTIC",
-    "FORCE_ALL_REDUCE_DETERMINISTIC",
-)
-#: Other variables that change numbers, kernels or what can be recorded.
-OTHERS = (
+#: Variables that change numbers, kernels or what can be recorded here, beside `shared.FLAGS`.
+_OTHERS = (
     "FORCE_ALLREDUCE_KERNEL_WORKSPACE_SIZE",
-    "TRTLLM_MOE_DISABLE_FINALIZE_FUSION",
     "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL",
-    "TLLM_AUTOTUNER_CACHE_PATH",
-    "TLLM_DISABLE_ALLREDUCE_AUTOTUNE",
     "TLLM_PP_ASYNC_BROADCAST_SAMPLE_STATE",
     "TLLM_TRTLLMGEN_FORCE_SEPARATED_ROUTING",
     "TLLM_WORKER_USE_SINGLE_PROCESS",
 )
-_NAMES = (*ONLY_ONE, *OTHERS)
 _DEPTH = 4
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables above as this process has them."""
+    """The variables that decide numbers as this process has them."""
     env = os.environ if env is None else env
-    return {name: env[name] for name in _NAMES if name in env}
+    return {name: env[name] for name in (*shared.FLAGS, *_OTHERS) if name in env}
+
+
+def named(env: Mapping[str, str]) -> dict[str, str]:
+    """The same, as they stand among the settings of a process."""
+    return {f"env.{name}": value for name, value in env.items()}
 
 
 def leave_environment() -> None:
@@ -43,42 +37,23 @@ def leave_environment() -> None:
     os.environ[ENVIRONMENT_VARIABLE] = json.dumps(environment())
 
 
-def findings(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """What is not as it was asked for in this process, as details of `finding` events.
+def asked_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that this process should have: as its front end, else its launcher has them.
 
-    Codes: `setting-ignored`, a switch has a value that the engine does not take for true;
-    `setting-not-arrived`, the front end has a variable that this process lacks or has otherwise.
+    A script may set them itself, and pool workers get TLLM_* and TRTLLM_* only.
     """
     env = os.environ if env is None else env
-    effective, found = environment(env), []
-    for name in ONLY_ONE:
-        value = effective.get(name)
-        if value not in (None, "1", "0", ""):
-            text = f"{name}={value!r} is off: only '1' turns it on"
-            found.append(_finding("setting-ignored", name, "1", value, text))
     try:
-        asked = json.loads(env.get(ENVIRONMENT_VARIABLE, "{}"))
+        front = json.loads(env.get(ENVIRONMENT_VARIABLE, "{}"))
     except ValueError:
-        asked = {}
-    for name in _NAMES:
-        if name in asked and effective.get(name) != asked[name]:
-            have = effective.get(name)
-            text = f"the front end has {name}={asked[name]!r}, this worker {have!r}"
-            hint = "pool workers get TLLM_* and TRTLLM_* only: set it where the launcher starts"
-            found.append(
-                _finding("setting-not-arrived", name, asked[name], have, f"{text}; {hint}")
-            )
-    return found
+        front = {}
+    return {**(shared.launch_environment(env) or {}), **front}
 
 
-def _finding(code: str, name: str, requested: str, effective: Any, text: str) -> dict[str, Any]:
-    return {
-        "code": code,
-        "setting": name,
-        "requested": requested,
-        "effective": effective,
-        "text": text,
-    }
+def findings(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """What is not as it was asked for in this process, as details of `finding` events."""
+    here, asked = environment(env), asked_environment(env)
+    return [f.as_detail() for f in shared.findings({}, {}, here, launched=asked)]
 
 
 def requested(args: Any) -> dict[str, Any]:
@@ -88,7 +63,7 @@ def requested(args: Any) -> dict[str, Any]:
     dump = getattr(args, "model_dump", None)
     values = dump(exclude_unset=True) if dump else getattr(args, "__dict__", {})
     plain = {name: _plain(value) for name, value in values.items() if not name.startswith("_")}
-    return {**plain, "environment": allowed_environment(environment())}
+    return {**plain, **named(environment())}
 
 
 def worker_facts(executor: Any, layers: list[Any]) -> dict[str, Any]:
@@ -119,7 +94,8 @@ def worker_facts(executor: Any, layers: list[Any]) -> dict[str, Any]:
         "effective": {
             **{name: _plain(getattr(args, name)) for name in _ARGUMENTS if hasattr(args, name)},
             **_classes(executor),
-            "environment": allowed_environment(environment()),
+            **shared.process_settings()["torch"],
+            **named(environment()),
         },
     }
 

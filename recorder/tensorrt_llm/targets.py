@@ -23,6 +23,7 @@ ROUTING = "tensorrt_llm._torch.modules.fused_moe.routing"
 MOE = "tensorrt_llm._torch.modules.fused_moe.interface"
 RLHF = "tensorrt_llm.llmapi.rlhf_utils"
 RAY = "tensorrt_llm._ray_utils"
+RAY_WORKER = "tensorrt_llm.executor.ray_gpu_worker"
 SAMPLING = "tensorrt_llm.sampling_params"
 SAMPLING_NEW = "tensorrt_llm.executor.params.sampling"
 
@@ -64,6 +65,7 @@ TARGETS: tuple[Target, ...] = (
         instead="additional_generation_outputs['routed_experts']",
     ),
     _target(LLM, "LLM.__init__", "settings", "model"),
+    _target(EXECUTOR, "GenerationExecutor.__init__", "lifecycle"),
     _target(WORKER, "BaseWorker", "settings", "llm_args", instead="no name of the model"),
     _target(WORKER, "BaseWorker._enqueue_request", "lifecycle", "request", instead=_STATE),
     _target(SAMPLING, "SamplingParams", "settings", "temperature", "top_k", "top_p", "logprobs"),
@@ -101,6 +103,13 @@ TARGETS: tuple[Target, ...] = (
         "scheduled_requests",
         instead="the padded size of a graph is read from its key",
     ),
+    _target(
+        GRAPHS,
+        "CUDAGraphRunner.capture",
+        "tactics",
+        "key",
+        instead="tactics chosen in a capture carry no key of its graph",
+    ),
     _target(LOADER, "ModelLoader.load", "routes", "checkpoint_dir", instead="no routes"),
     _target(LOADER, "ModelLoader.reload", "weights", "model", "weights", instead="no versions"),
     _target(REQUEST, "LlmRequest", "schedule", "client_id"),
@@ -126,6 +135,13 @@ TARGETS: tuple[Target, ...] = (
     _target(TUNER, "AutoTuner.get", "tactics"),
     _target(TUNER, "AutoTuner.profiling_cache", "tactics"),
     # Ray and reinforcement learning
+    _target(
+        RAY_WORKER,
+        "RayWorkerWrapper._inject_worker_extension",
+        "lifecycle",
+        "extension_cls_name",
+        instead="no worker extension: the `.pth` file, or runtime_env",
+    ),
     _target(RLHF, "WorkerExtension", "lifecycle", instead="the `.pth` file, or runtime_env"),
     _target(RLHF, "WorkerExtension.update_weights", "weights", "ipc_handles", instead=_STATE),
     _target(RAY, "control_action_decorator", "weights", "drain", instead=_STATE),

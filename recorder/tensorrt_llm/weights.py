@@ -7,112 +7,107 @@ that every known path ends with, completes a version. A reset of clean weights i
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from rolltape.recorder.digest import Digest, weights_digest
+from rolltape.recorder.digest import GroupDigest, weights_digest
 from rolltape.recorder.session import Session
-from rolltape.store import TapeWriter
+from rolltape.recorder.weights import Versions
 
 #: Modules of the engine join, repack and shard what a checkpoint holds.
 NOT_COMPARABLE = "as the engine holds it: joined, repacked and sharded; shows whether weights move"
 
 
-@dataclass(eq=False)
 class Weights:
-    """The version in force in one worker.
+    """The weights of one worker; what is there when this is made is version 0.
 
     Args:
+        session: that records.
         engine: uuid.
         group: "" for a whole model, else what part of it this rank holds.
-        model: gives the module to digest.
+        model: gives the module to digest; None once it is gone.
     """
 
-    engine: str
-    group: str
-    model: Callable[[], Any]
-    version: int = 0
-    dirty: bool = False
-    loads: int = 0
-    reset: bool = False
-    broken: bool = False
-
-    def start(self, session: Session) -> None:
-        """Record the weights that the engine starts with."""
-        self._row(session, "complete")
-
-    def loading(self, session: Session) -> None:
-        """A part of an update is about to be loaded."""
-        self.loads += 1
-        if not self.dirty:
-            self.dirty, self.reset = True, False
-            self._row(session, "dirty")
-
-    def prefix_reset(self, session: Session, *, in_flight: int = 0) -> None:
-        """The prefix cache was emptied; what was loaded before counts from now on."""
-        if self.dirty:
-            self.reset = True
-            self.complete(session, in_flight=in_flight)
+    def __init__(self, session: Session, engine: str, group: str, model: Callable[[], Any]) -> None:
+        self.session = session
+        self._engine, self._group, self._model = engine, group, model
+        self._versions = Versions(session, engine)
+        self._loads = 0
+        self._loading: set[str] = set()  # by the load that runs
+        self._loaded: set[str] = set()  # since the last version, or since a load failed
+        self._mixed: set[str] = set()  # what failed updates left behind
+        self._accepted: set[str] = set()  # by any load: these exist
+        self._versions.complete(digests=self._digests())
 
     @property
-    def in_parts(self) -> bool:
-        """Whether an update in several calls has not had its last one."""
-        return hasattr(self.model(), "first_pre_reload_weights")
+    def version(self) -> int:
+        """Number of the last version that was complete."""
+        return self._versions.current
 
-    def complete(self, session: Session, *, in_flight: int = 0) -> None:
-        """What was loaded is in place.
+    @property
+    def dirty(self) -> bool:
+        """Whether something was loaded since that is not in force, or never will be."""
+        return self._versions.is_dirty
+
+    def loading(self, names: Iterable[str]) -> None:
+        """A part of an update is about to be loaded.
 
         Args:
-            in_flight: requests that go on with keys and values made by older weights.
+            names: of its tensors.
         """
-        if not self.dirty:
-            return
-        if self.broken:  # a part could not be loaded: only another update helps
-            self.broken = False
-            return
-        self.version += 1
-        self.dirty, loads, self.loads = False, self.loads, 0
-        digest = self._row(session, "complete")
-        detail = {
-            "version": self.version,
-            "digest": f"{digest.value:016x}" if digest and digest.value is not None else None,
-            "loads": loads,
-            "prefix_cache_reset": self.reset,
-            "in_flight": in_flight,
-        }
-        session.event("update", engine=self.engine, detail=detail)
+        self._loads += 1
+        self._loading = set(names)
+        self._versions.dirty("reload")
 
-    def failed(self, session: Session, error: BaseException) -> None:
-        """Loading raised: the weights are a mixture until the next update completes."""
-        self.broken = True
+    def loaded(self) -> None:
+        """It was."""
+        self._loaded |= self._loading
+        self._accepted |= self._loading
+        self._loading = set()
+
+    def failed(self, error: BaseException) -> None:
+        """Loading raised: the weights are a mixture until what was touched is loaded again."""
+        self._mixed |= self._loaded | self._loading
+        self._loaded, self._loading = set(), set()
         text = f"a weight update failed, the weights are mixed: {type(error).__name__}: {error}"
         detail = {"code": "weights-mixed", "version": self.version, "text": text}
-        session.event("finding", engine=self.engine, detail=detail)
+        self.session.event("finding", engine=self._engine, detail=detail)
 
-    def _row(self, session: Session, state: str) -> Digest | None:
-        version = self.version + (state == "dirty")
-        digest, t_ns = None, time.time_ns()
-        if state == "complete":
-            model = self.model()
-            if model is not None:
-                digest = session.safely("tensorrt_llm.digest", weights_digest, model)
-        row = {
-            "engine": self.engine,
-            "version": version,
-            "state": state,
-            "t_ns": t_ns,
-            "group": self.group,
-            "digest": digest.value if digest else None,
-            "tensors": digest.tensors if digest else None,
-            "elements": digest.elements if digest else None,
-            "reason": NOT_COMPARABLE if digest else None,
-        }
+    def in_parts(self) -> bool:
+        """Whether an update in several calls has not had its last one."""
+        return hasattr(self._model(), "first_pre_reload_weights")
 
-        def job(writer: TapeWriter) -> None:
-            writer.append("weights", row)
+    def complete(self, *, reset: bool, in_flight: int = 0) -> None:
+        """What was loaded is in force, if anything was.
 
-        gap = {"engine": self.engine, "detail": {"table": "weights", "version": version}}
-        session.put(job, nbytes=1024, gap=gap)
-        return digest
+        After a failure only if all that was touched is among it. Names that no load ever took are
+        passed over: they may not exist, which may be why it failed.
+
+        Args:
+            reset: whether the prefix cache was emptied.
+            in_flight: requests that go on with keys and values made by older weights.
+        """
+        if not self._loaded or (self._mixed & self._accepted) - self._loaded:
+            return
+        loads, self._loads = self._loads, 0
+        self._loaded, self._mixed = set(), set()
+        self._versions.complete(
+            digests=self._digests(), loads=loads, prefix_cache_reset=reset, in_flight=in_flight
+        )
+
+    def _digests(self) -> list[GroupDigest] | None:
+        model = self._model()
+        if model is None:
+            return None
+        found = self.session.safely("tensorrt_llm.digest", weights_digest, model)
+        if found is None:
+            return None
+        return [
+            GroupDigest(
+                group=self._group,
+                value=found.value,
+                tensors=found.tensors,
+                elements=found.elements,
+                reason=NOT_COMPARABLE,
+            )
+        ]

@@ -468,16 +468,59 @@ def test_pth_is_removed_when_the_job_is_killed(job: Jobs, venv: Path) -> None:
     assert pth_files(venv) == []
 
 
-def test_pth_does_nothing_in_other_jobs(job: Jobs, venv: Path) -> None:
+def test_pth_only_waits_in_other_jobs(job: Jobs, venv: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "ROLLTAPE_TAPE")}
-    code = "import sys; print('_rolltape_hook' in sys.modules)"
+    code = "import sys; print(*sorted(sys.modules))"
+    plain = set(subprocess.check_output([venv, "-c", code], env=env, text=True).split())
+    engine = "import sys\nhook = '_rolltape_hook' in sys.modules\n"
+    (job.folder / "tensorrt_llm.py").write_text(engine)
     with pth_file(str(venv)) as file:
         assert file.suffix == ".pth"
-        done = subprocess.run(
-            [venv, "-c", code], env=env, capture_output=True, text=True, check=True
-        )
-    assert (done.stdout, done.stderr) == ("False\n", "")
+        found = set(subprocess.check_output([venv, "-c", code], env=env, text=True).split())
+        code = f"import sys; sys.path.append({str(job.folder)!r}); import tensorrt_llm as t"
+        code += f"; print(t.hook, {str(INJECT)!r} in sys.path)"
+        done = subprocess.run([venv, "-c", code], env=env, capture_output=True, text=True)
+    assert found - plain == {"_rolltape_late"}
+    assert (done.stdout, done.stderr) == ("False False\n", "")
+    assert job.heartbeats() == []
     assert not file.exists()
+
+
+#: What a worker of an MPI pool sees: no variable at start, and ours, prefixed, before its task is
+#: unpickled, which imports the engine.
+LATE = """
+import os, sys
+assert "_rolltape_hook" not in sys.modules and "ROLLTAPE_TAPE" not in os.environ
+sys.path[:0] = [{folder!r}, {root!r}]
+os.environ["TLLM_ROLLTAPE_TAPE"], os.environ["TLLM_ROLLTAPE_LEVEL"] = {tape!r}, "tokens"
+os.environ["TLLM_ROLLTAPE_LAYERS"], os.environ["ROLLTAPE_LAYERS"] = "1", "0"
+import fake_engine as before, tensorrt_llm
+print(before.bound, sorted(n + "=" + v for n, v in os.environ.items() if n[:9] == "ROLLTAPE_"))
+sys.modules["_rolltape_hook"].watch({{"tensorrt_llm.part": "fake_recorder:part"}})
+import tensorrt_llm.part
+print(tensorrt_llm.part.bound, {inject!r} in sys.path)
+"""
+
+
+def test_pth_adopts_variables_that_arrive_late(job: Jobs, venv: Path) -> None:
+    package = job.folder / "tensorrt_llm"
+    package.mkdir()
+    (package / "__init__.py").write_text("import os\nassert os.environ['ROLLTAPE_TAPE']\n")
+    (package / "part.py").write_text("bound = 0\n")
+    with (job.folder / "fake_recorder.py").open("a") as file:
+        file.write("def part():\n    sys.modules['tensorrt_llm.part'].bound += 1\n")
+    where = {"folder": str(job.folder), "root": str(ROOT), "tape": str(job.tape)}
+    env = {k: v for k, v in job.env(hook=False).items() if k != "PYTHONPATH"}
+    with pth_file(str(venv)):
+        done = subprocess.run(
+            [venv, "-c", LATE.format(**where, inject=str(INJECT))],
+            env=env,
+            capture_output=True,
+            text=True,
+        )
+    adopted = ["ROLLTAPE_LAYERS=0", "ROLLTAPE_LEVEL=tokens", f"ROLLTAPE_TAPE={job.tape}"]
+    assert (done.stdout, done.stderr) == (f"0 {adopted}\n1 False\n", "")
+    assert len(job.heartbeats()) == 1
 
 
 def test_pth_is_removed_after_an_error(venv: Path) -> None:

@@ -28,6 +28,7 @@ from rolltape.recorder.launch import _Bounded, with_python
 from rolltape.recorder.output import default_output, expand, prepare_output, short_name
 from rolltape.recorder.settings import FLAGS
 from rolltape.recorder.summary import summarize
+from rolltape.recorder.tensorrt_llm.identity import copies
 from rolltape.store.places import LocalPlace
 
 ROOT = Path(rolltape.__file__).parents[1]
@@ -223,7 +224,8 @@ def test_the_command_sees_what_it_would_see_without_us(job: Jobs) -> None:
     plain, recorded = seen
     added = {k: v for k, v in recorded["env"].items() if plain["env"].get(k) != v}
     assert recorded.pop("env").keys() - plain.pop("env").keys() == added.keys() - {"PYTHONPATH"}
-    assert {k.partition("_")[0] for k in added if k != "PYTHONPATH"} == {"ROLLTAPE"}
+    ours = ("ROLLTAPE_", "TLLM_ROLLTAPE_")
+    assert all(k.startswith(ours) for k in added if k != "PYTHONPATH")
     assert added["PYTHONPATH"] == f"{INJECT}{os.pathsep}{ROOT}"
     recorded["path"].remove(str(INJECT))
     assert recorded == plain
@@ -701,8 +703,12 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
 
 def variables(result: Result) -> dict[str, str]:
+    """What is printed, without the copies for the workers of MPI pools, which must be complete."""
     assert result.exception is None, result.exception
-    return dict(line.split("=", 1) for line in result.stdout.splitlines())
+    found = dict(line.split("=", 1) for line in result.stdout.splitlines())
+    plain = {name: value for name, value in found.items() if not name.startswith("TLLM_")}
+    assert found == plain | copies(plain)
+    return plain
 
 
 def test_print_env_shows_the_variables_and_starts_nothing(invoke: Any, tmp_path: Path) -> None:
@@ -747,6 +753,14 @@ def test_flags_that_change_numbers_are_told_to_every_process(
     found = variables(invoke("--print-env", "-o", "t", "--sample-rate", "0.5", "--steps", "2:4"))
     assert found["ROLLTAPE_LAUNCH_ENV"] == '{"FORCE_DETERMINISTIC": "true"}'
     assert (found["ROLLTAPE_SAMPLE_RATE"], found["ROLLTAPE_STEPS"]) == ("0.5", "2:4")
+
+
+def test_a_list_of_allowed_plugins_gets_ours(invoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "theirs, other")
+    monkeypatch.setenv("SGLANG_PLUGINS", "rolltape")
+    found = variables(invoke("--print-env", "-o", "t"))
+    assert found["VLLM_PLUGINS"] == "theirs,other,rolltape"
+    assert "SGLANG_PLUGINS" not in found
 
 
 def test_the_command_line_outranks_the_environment(
