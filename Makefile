@@ -46,7 +46,7 @@ venv-vllm: .venv-vllm/.ready  ## make .venv-vllm with vLLM for the CPU
 test-vllm: $(READY) venv-vllm  ## record vLLM on the CPU and compare with transformers
 	$(PY) -m pytest -m vllm $(PYTEST_ARGS)
 
-test-native: $(READY) venv-vllm  ## compare with what vLLM's second model runner returns itself
+test-native: $(READY) venv-vllm  ## vLLM: the second model runner, speculation, two ranks, torch.compile
 	ROLLTAPE_NATIVE=1 $(PY) -m pytest tests/integration/test_vllm_native.py
 
 test-unit: $(READY)  ## run the tests that need neither an engine nor a browser nor a GPU

@@ -187,6 +187,8 @@ class Step:
             `token` [rows, 1 or more], -1 where none was drawn;
             `raw`, `scaled`, `processed` float32 of the first token of each row [rows], or of all
             of them [rows, m];
+            `argmax` bool [rows, m] whether no logit is greater than that of the token; where it is
+            absent a greedy request is taken at its word;
             `kept_n` int32 [rows], `kept` int32 [rows, most] ascending: the kept sets, or
             `bitmap` uint8 [rows, ceil(V / 8)] where they may be large;
             `routes` int16 [tokens, layers, k] in row order, -1 where nothing was captured;

@@ -63,14 +63,18 @@ def measure_verified(
         temperature: float32 [rows]; None if all are 1.
 
     Returns:
-        `raw`, and with temperatures `scaled`: float32 [rows, m], any number where token is -1.
+        `raw`, and with temperatures `scaled`: float32 [rows, m]; `argmax` bool [rows, m]: whether
+        no logit is greater. Anything where token is -1.
     """
     sizes = drafted + 1
     first = np.cumsum(sizes) - sizes
     places = np.minimum(first[:, None] + np.arange(token.shape[1]), len(raw) - 1)
     at = torch.from_numpy(places).to(raw.device, non_blocking=True)
     chosen = token.clamp(min=0).long()
-    found = {"raw": raw.log_softmax(-1, dtype=torch.float32)[at, chosen]}
+    found = {
+        "raw": raw.log_softmax(-1, dtype=torch.float32)[at, chosen],
+        "argmax": raw[at, chosen] == raw.max(-1).values[at],
+    }
     if temperature is not None:
         owner = torch.from_numpy(np.repeat(np.arange(len(drafted)), sizes))
         scale = temperature[owner.to(raw.device, non_blocking=True)]

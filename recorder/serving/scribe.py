@@ -6,6 +6,7 @@ A block of steps is one set of arrays: Python runs per fragment, not per token.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,6 +20,7 @@ from rolltape.recorder.serving.batch import KINDS, Life, Step
 from rolltape.recorder.serving.prefix import Owner, Prefix
 from rolltape.recorder.serving.ranks import Rank, digest_row
 from rolltape.recorder.session import Job
+from rolltape.recorder.settings import Finding
 from rolltape.store import TapeWriter, codecs
 from rolltape.store.columns import ragged
 from rolltape.store.distributions import distribution_columns, raw_semantics
@@ -61,6 +63,7 @@ class Scribe:
     rank: Rank | None = None
     lives: dict[int, Life] = field(default_factory=dict)
     _born: set[int] = field(default_factory=set)
+    _told: bool = False
 
     def meet(self, lives: Sequence[Life]) -> None:
         """Steps may speak of these from now on."""
@@ -95,6 +98,7 @@ class Scribe:
                 self._write_tokens(writer, drawn)
                 self._write_supports(writer, steps, block, drawn)
                 self._write_distributions(writer, steps, drawn)
+                self._write_odd(writer, drawn)
         if self.layers:
             self._write_routes(writer, steps, block)
         if self.tokens:
@@ -235,6 +239,35 @@ class Scribe:
                 "n": drawn.sizes,
                 **distribution_columns(parts[0], parts[1], parts[2], drawn.sizes),
                 "semantics": pa.repeat(pa.scalar(meaning, type=SEMANTICS), len(first)),
+            },
+        )
+
+    def _write_odd(self, writer: TapeWriter, drawn: _Drawn) -> None:
+        """Once: an engine that samples where it was asked for the argmax."""
+        if self._told or not drawn.odd.any():
+            return
+        self._told = True
+        first = int(np.flatnonzero(drawn.odd)[0])
+        life = self.lives[int(drawn.life[first])]
+        finding = Finding(
+            code="RT409",
+            message="a greedy request got a token that is not the most probable one",
+            remedy="its kept set and processed logprob are not recorded there; if the engine"
+            " verifies drafts, keep greedy and sampled requests out of one batch",
+            detail={"token": int(drawn.token[first])},
+        )
+        writer.append(
+            "events",
+            {
+                "engine": self.engine,
+                "writer": writer.id,
+                "t_ns": time.time_ns(),
+                "kind": "finding",
+                "request": life.request,
+                "sample": life.sample,
+                "start": int(drawn.position[first]),
+                "n": 1,
+                "detail": json.dumps(finding.as_detail()),
             },
         )
 
@@ -513,6 +546,8 @@ class _Drawn:
         logprobs: kind -> (float32 values, bool where there is one).
         starts: index of the first token of each run of positions of one life.
         sizes: tokens of each run.
+        greedy: bool, where the token is the argmax.
+        odd: bool, where it is not, and a greedy request should have drawn it.
     """
 
     life: np.ndarray
@@ -525,6 +560,8 @@ class _Drawn:
     logprobs: dict[str, tuple[np.ndarray, np.ndarray]]
     starts: np.ndarray
     sizes: np.ndarray
+    greedy: np.ndarray
+    odd: np.ndarray
 
     @classmethod
     def of(cls, steps: Sequence[Step], block: _Block, lives: Lives) -> _Drawn:
@@ -535,8 +572,11 @@ class _Drawn:
         row, column, life, position = row[order], column[order], life[order], position[order]
         sizes = np.array([len(step.rows) for step in steps])
         which = np.repeat(np.arange(len(steps)), sizes)[row]
-        greedy = _of_lives(lives, life, lambda one: one.greedy)
         logprobs = {}
+        greedy = _of_lives(lives, life, lambda one: one.greedy)
+        top, asked = _column(steps, "argmax", block.token.shape[1])
+        other = asked[row, column] & (top[row, column] == 0) & greedy
+        greedy &= ~other
         edited = _of_lives(lives, life, lambda one: bool(one.edits))
         for name in _LOGPROBS:
             values, there = _column(steps, name, block.token.shape[1])
@@ -544,7 +584,7 @@ class _Drawn:
             if name == "scaled":  # it was measured before any edit
                 here &= ~edited
             if name == "processed":  # all mass on the argmax
-                got, here = np.where(greedy, np.float32(0), got), here | greedy
+                got, here = np.where(greedy, np.float32(0), got), (here & ~other) | greedy
             if here.any():
                 logprobs[name] = (got, here)
         vocab = np.array([step.vocab for step in steps])[which]
@@ -561,6 +601,8 @@ class _Drawn:
             logprobs=logprobs,
             starts=np.array([run.start for run in runs], np.int64),
             sizes=np.array([run.stop - run.start for run in runs], np.int64),
+            greedy=greedy,
+            odd=other & ~edited,
         )
 
 
@@ -588,7 +630,7 @@ def _kept_sets(
         int64 sizes, the width of the logits for all of it and -1 where it was not recorded; and
         uint32 ids of the explicit sets, one after another.
     """
-    greedy = _of_lives(lives, drawn.life, lambda one: one.greedy)
+    greedy = drawn.greedy
     free = _of_lives(lives, drawn.life, lambda one: not one.truncation and not one.edits)
     width = max([s.values["kept"].shape[1] for s in steps if "kept" in s.values], default=0)
     counts = np.full(len(block.life), -1, np.int64)

@@ -20,3 +20,11 @@ def register() -> None:
         from rolltape.recorder.inject import _rolltape_hook
 
         _rolltape_hook.start()
+
+
+def bind_config() -> None:
+    """For the import hook: what is patched in the module of the configuration."""
+    from rolltape.recorder.vllm import compiled, identity
+
+    identity.bind()
+    compiled.bind()

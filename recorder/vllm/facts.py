@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolltape.recorder.facts import dtype_name, fingerprint
+from rolltape.recorder.vllm.arguments import requested_of
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,10 @@ def worker_facts(runner: Any, model: Any, moe: Moe) -> tuple[dict[str, Any], dic
         "enforce_eager": bool(chosen.enforce_eager),
         "compilation_mode": _name(getattr(compilation, "mode", None)),
         "cudagraph_mode": _name(getattr(compilation, "cudagraph_mode", None)),
+        "dtype": dtype_name(chosen.dtype),
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "enable_expert_parallel": bool(parallel.enable_expert_parallel),
         "seed": chosen.seed,
         "max_model_len": chosen.max_model_len,
         "max_num_seqs": scheduler.max_num_seqs,
@@ -121,7 +126,7 @@ def worker_facts(runner: Any, model: Any, moe: Moe) -> tuple[dict[str, Any], dic
             "threads": effective["threads"],
         },
     }
-    return facts, {}
+    return facts, requested_of(config)
 
 
 def _ranks(parallel: Any) -> str:

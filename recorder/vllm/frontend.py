@@ -48,7 +48,12 @@ class _Front:
 
 def _front(session: Session | None, processor: Any) -> _Front | None:
     front = getattr(processor, _FRONT, None)
-    return front if isinstance(front, _Front) and front.session is session else None
+    if session is None or not isinstance(front, _Front):
+        return None
+    if front.session is not session:  # another recording of an engine that lives on
+        front = _Front(session, front.engine)
+        setattr(processor, _FRONT, front)
+    return front
 
 
 def bind() -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rolltape.recorder import tactics
 from rolltape.recorder.digest import group_digests
 from rolltape.recorder.gating import in_steps, prompt_key, wants
 from rolltape.recorder.parts import parts_of_vllm
@@ -19,10 +20,11 @@ from rolltape.recorder.rows import engine_job
 from rolltape.recorder.serving.batch import Life, Roster, Rows, Step, indices
 from rolltape.recorder.serving.blocks import Blocks
 from rolltape.recorder.serving.device import Outlet, RouteBuffer
-from rolltape.recorder.serving.distribution import measure
+from rolltape.recorder.serving.distribution import measure, measure_verified
 from rolltape.recorder.serving.prefix import Prefix
+from rolltape.recorder.serving.ranks import Rank
 from rolltape.recorder.serving.scribe import Scribe, prompt_job
-from rolltape.recorder.session import Session
+from rolltape.recorder.session import MAX_FAULTS, Session
 from rolltape.recorder.settings import record_settings
 from rolltape.recorder.top import check_top, top_logprobs
 from rolltape.recorder.vllm.facts import Moe, find_moe, worker_facts
@@ -100,7 +102,7 @@ class Recorder:
         self.going = False  # between the schedule of a step and its end
         self.padded: int | None = None
         self.scheduled: Any = None
-        self._next = int(parallel.data_parallel_rank) * REPLICA_STEPS
+        self._next = self._number = int(parallel.data_parallel_rank) * REPLICA_STEPS
         self._lives: dict[str, Life | None] = {}
         self._rows: Rows | None = None
         self._batch = _Batch.of([])
@@ -112,13 +114,13 @@ class Recorder:
         self._graph: str | None = None
         self._t_ns = 0
         self._outlet = Outlet(self.device)
-        self._rank = _tensor_rank()
-        routes = session.options.routes and self._rank == 0
-        moe = find_moe(model, config) if routes else Moe()
+        self._rank, ranks = _tensor_ranks()
+        moe = find_moe(model, config) if session.options.routes else Moe()
         self._buffer = self._bind_routers(moe, runner)
         cache = config.cache_config
         shares = bool(cache.enable_prefix_caching)
         self._size = int(cache.block_size) if shares else 0
+        self._cache: Any = cache  # its size is known later
         self.roster = Roster(self._size)
         facts, requested = worker_facts(runner, model, moe)
         requested, facts["effective"] = record_settings(
@@ -131,6 +133,7 @@ class Recorder:
             num_experts=moe.num_experts,
             gap=moe.reason or "not-captured",
             prefix=Prefix(self._size) if shares and self._buffer is not None else None,
+            rank=Rank(rank=self._rank, stage=_stage()) if ranks > 1 else None,
         )
         self.blocks = Blocks(session, self.roster, scribe, self)
         self._columns = facts.pop("columns")
@@ -141,6 +144,7 @@ class Recorder:
         wanted = session.options.top_logprobs
         vocab = int(config.model_config.get_vocab_size())
         self._top = session.safely("vllm.top_logprobs", check_top, wanted, vocab) if wanted else 0
+        session.safely("vllm.tactics", tactics.observe_all, self.engine)
         self.versions = Versions(session, self.engine)
         self._model = weakref.ref(model)
         self._stale = True  # what is loaded has not been digested
@@ -151,7 +155,8 @@ class Recorder:
         original = model.load_weights
 
         def load_weights(*args: Any, **kwargs: Any) -> Any:
-            self.guard("vllm.weights", self.versions.dirty, "load_weights")
+            if self._speaks:
+                self.guard("vllm.weights", self.versions.dirty, "load_weights")
             self._stale = True
             return original(*args, **kwargs)
 
@@ -160,9 +165,13 @@ class Recorder:
     def _complete_weights(self) -> None:
         """The first step with weights that are new: they are all in place."""
         self._stale = False
+        self._tell_cache()
+        # all warm-up is behind us: what tuners chose is in their caches
+        self.session.safely("vllm.tactics", tactics.observe_all, self.engine)
+        tactics.dump()
         model = self._model()
         digests = None
-        if model is None:
+        if model is None or not self._speaks:
             return
         try:
             from vllm.distributed.parallel_state import get_tp_group
@@ -173,6 +182,18 @@ class Recorder:
         except Exception as error:  # the version is new all the same, what it is unknown
             self.session.fault("vllm.digest", error)
         self.versions.complete(digests=digests, reason=None if digests else "not digested")
+
+    def _tell_cache(self) -> None:
+        """How many KV blocks there are decides who is preempted."""
+        cache, self._cache = self._cache, None
+        blocks = getattr(cache, "num_gpu_blocks", None)
+        if blocks is None or not self._speaks:
+            return
+        facts = {"process": "worker", "effective": {"num_gpu_blocks": int(blocks)}}
+        job = engine_job(self.engine, "rollout", "vllm", facts)
+        self.session.put(
+            job, nbytes=1024, gap={"engine": self.engine, "detail": {"table": "engines"}}
+        )
 
     def _bind_routers(self, moe: Moe, runner: Any) -> RouteBuffer | None:
         if not moe.layers or moe.reason:
@@ -196,8 +217,15 @@ class Recorder:
     def _abandon(self, name: str) -> None:
         self.going = False
         self._rows, self._device_values, self._raw = None, {}, None
-        detail = {"reason": f"{name} failed", "step": self._next}
+        detail: dict[str, Any] = {"reason": f"{name} failed", "step": self._number}
+        if self.session.faults.get(name, 0) >= MAX_FAULTS:
+            detail["reason"] += " for the last time: this hook is not called again"
         self.session.event("gap", engine=self.engine, detail=detail)
+
+    @property
+    def rows(self) -> Rows | None:
+        """The rows of the step that is running; None between steps."""
+        return self._rows
 
     @property
     def lives(self) -> list[Life]:
@@ -205,9 +233,14 @@ class Recorder:
         return self._batch.lives
 
     @property
+    def _speaks(self) -> bool:
+        """The ranks of a tensor-parallel group run the same steps: the first speaks for all."""
+        return self._rank == 0
+
+    @property
     def wants_masked(self) -> bool:
         """Whether truncation or edits leave out ids in any row of that step."""
-        return self._batch.masked
+        return self._batch.masked and self._speaks
 
     # -- one step -------------------------------------------------------------------------
 
@@ -216,6 +249,9 @@ class Recorder:
         if self.going:  # the last one was never sampled
             self.finish()
         self.scheduled = scheduled
+        # counted before anything can fail: the ranks of a group give a step the same number
+        if scheduled.total_num_scheduled_tokens:
+            self._number, self._next = self._next, self._next + 1
         for name in scheduled.finished_req_ids:
             life = self._lives.pop(name, None)
             if life is not None:
@@ -236,18 +272,19 @@ class Recorder:
                 life.blocks = list(blocks[0]) if blocks else []
             elif blocks:
                 life.blocks.extend(blocks[0])
-        for name in getattr(scheduled, "preempted_req_ids", None) or ():
+        for name in (getattr(scheduled, "preempted_req_ids", None) or ()) if self._speaks else ():
             request, sample = request_of(name)
             self.session.event(
                 "preempt", engine=self.engine, request=request, sample=sample, detail={}
             )
-        # the ranks of a tensor-parallel group run the same steps: the first speaks for all
-        self.going = bool(scheduled.total_num_scheduled_tokens) and self._rank == 0
+        self.going = bool(scheduled.total_num_scheduled_tokens)
         if self.going and self._stale:
             self._complete_weights()
 
     def _born(self, new: Any) -> Life | None:
         params, ids = new.sampling_params, new.prompt_token_ids
+        if (params is None or ids is None) and not self._speaks:
+            return None
         if params is None or ids is None:
             reason = "pooling requests and prompts given as embeddings are not recorded"
             self.session.event("gap", engine=self.engine, detail={"reason": reason})
@@ -302,10 +339,15 @@ class Recorder:
             in_place: whether the sampler may write to them where they are float32.
         """
         self._raw = None
-        if logits is None or self._rows is None or len(logits) != len(self._rows):
+        rows = self._rows
+        if logits is None or rows is None or not self._speaks:
+            return
+        drafted = int(rows.drafted.sum())
+        if len(logits) != len(rows) + drafted:
             return
         self._vocab = int(logits.shape[-1])
-        keep = in_place and logits.dtype == torch.float32
+        # drafts are verified on copies
+        keep = in_place and logits.dtype == torch.float32 and not drafted
         self._raw = logits.clone() if keep else logits
 
     def sampled(
@@ -331,11 +373,16 @@ class Recorder:
         values = self._device_values
         values["token"] = token
         self._source = "recomputed"
-        if raw is None:  # drafts were verified: several rows of logits a request
+        if raw is None:
             return
         scale = None
         if self._batch.warm and temperature is not None:
             scale = torch.where(temperature < 1e-5, 1.0, temperature).float()
+        if len(raw) != len(rows):  # drafts were verified: several rows of logits a request
+            values |= measure_verified(
+                token=token, raw=raw, drafted=rows.drafted, temperature=scale
+            )
+            return
         if cut is not None and (cut.shape != raw.shape or not self.wants_masked):
             cut = None
         mine = None if kind == "raw" and scale is None else raw
@@ -354,7 +401,7 @@ class Recorder:
         """Prompts that the engine has scored: name -> LogprobsTensors on the host, or None."""
         for name, scores in prompts.items():
             life = self._lives.get(name)
-            if life is not None and life.wanted and scores is not None:
+            if life is not None and life.wanted and scores is not None and self._speaks:
                 logprobs = scores.logprobs[:, 0].float().cpu().numpy()
                 job = prompt_job(self.engine, life, logprobs, self._vocab)
                 gap = {"engine": self.engine, "request": life.request, "sample": life.sample}
@@ -365,7 +412,7 @@ class Recorder:
         """The step is over; its tensors start on their way to the host."""
         rows, values = self._rows, self._device_values
         self.going, self._rows, self._device_values, self._raw = False, None, {}, None
-        number, self._next = self._next, self._next + 1
+        number = self._number
         if rows is None or not in_steps(number % REPLICA_STEPS, self.session.options):
             return
         host, ready = self._outlet.send(values)
@@ -389,10 +436,18 @@ class Recorder:
         self.blocks.add(step)
 
 
-def _tensor_rank() -> int:
+def _tensor_ranks() -> tuple[int, int]:
+    """(rank, size) of the tensor-parallel group."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    return int(get_tp_group().rank_in_group)
+    group = get_tp_group()
+    return int(group.rank_in_group), int(group.world_size)
+
+
+def _stage() -> int:
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return int(get_pp_group().rank_in_group)
 
 
 def _graph() -> str | None:

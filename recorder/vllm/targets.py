@@ -18,6 +18,19 @@ TARGETS: tuple[Target, ...] = (
         instead="the engine id comes from its instance id, which may repeat after 1M engines",
     ),
     Target(
+        module="vllm.config.vllm",
+        symbol="VllmConfig.compute_hash",
+        parameters=("include_version",),
+        gives="routes",
+        instead="code compiled without a recording may be loaded: set VLLM_DISABLE_COMPILE_CACHE=1",
+    ),
+    Target(
+        module="vllm.engine.arg_utils",
+        symbol="EngineArgs.create_engine_config",
+        gives="settings",
+        instead="settings in force, but not those that were asked for",
+    ),
+    Target(
         module=_OUTPUTS,
         symbol="OutputProcessor.add_request",
         parameters=("request", "prompt", "parent_req", "request_index"),
@@ -62,6 +75,13 @@ TARGETS: tuple[Target, ...] = (
         symbol="GPUModelRunner.load_model",
         gives="settings",
         instead="nothing is recorded in the worker",
+    ),
+    Target(
+        module=_RUNNER,
+        symbol="GPUModelRunner._dummy_run",
+        parameters=("num_tokens", "cudagraph_runtime_mode"),
+        gives="tactics",
+        instead="choices made in a capture do not say for which graph",
     ),
     Target(
         module=_RUNNER,
@@ -129,6 +149,13 @@ TARGETS: tuple[Target, ...] = (
         parameters=("hidden_states", "input_batch"),
         gives="tokens",
         instead="the second model runner shows no tokens",
+    ),
+    Target(
+        module="vllm.v1.worker.gpu.cudagraph_utils",
+        symbol="CudaGraphManager.capture",
+        parameters=("create_forward_fn",),
+        gives="tactics",
+        instead="choices made in a capture do not say for which graph",
     ),
     Target(
         module=_SAMPLER_2,

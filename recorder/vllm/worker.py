@@ -12,6 +12,7 @@ from typing import Any
 
 from rolltape.recorder.patches import Patches
 from rolltape.recorder.session import recording
+from rolltape.recorder.vllm import graphs
 from rolltape.recorder.vllm.record import Recorder, recorder_of, writes_routes
 
 _patches = Patches()
@@ -39,6 +40,7 @@ def bind() -> bool:
     _patches.around(GPUModelRunner, "_sample", _around_sample)
     _patches.around(GPUModelRunner, "_get_prompt_logprobs_dict", _around_prompts)
     _patches.around(GPUModelRunner, "load_model", around_load)
+    _patches.around(GPUModelRunner, "_dummy_run", graphs.around_dummy)
     _patches.around(BaseRouter, "set_capture_fn", around_capture)
     _patches.around(cut, "apply_top_k_top_p", around_cut)
     return True

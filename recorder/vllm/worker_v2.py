@@ -11,6 +11,7 @@ from typing import Any
 
 from rolltape.recorder.patches import Patches
 from rolltape.recorder.session import recording
+from rolltape.recorder.vllm import graphs
 from rolltape.recorder.vllm.record import Recorder, recorder_of
 from rolltape.recorder.vllm.worker import around_capture, around_load
 
@@ -33,10 +34,12 @@ def bind() -> bool:
     if _patches:
         return False
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     _patches.around(GPUModelRunner, "load_model", around_load)
+    _patches.around(CudaGraphManager, "capture", graphs.around_capture)
     _patches.around(GPUModelRunner, "execute_model", _around_execute)
     _patches.around(GPUModelRunner, "prepare_inputs", _around_inputs)
     _patches.around(GPUModelRunner, "sample", _around_sample)

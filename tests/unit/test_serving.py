@@ -15,7 +15,7 @@ import rolltape  # noqa: E402
 from rolltape import store  # noqa: E402
 from rolltape.recorder.serving.batch import Life, Roster, Step  # noqa: E402
 from rolltape.recorder.serving.device import Outlet, RouteBuffer  # noqa: E402
-from rolltape.recorder.serving.distribution import measure  # noqa: E402
+from rolltape.recorder.serving.distribution import measure, measure_verified  # noqa: E402
 from rolltape.recorder.serving.prefix import Prefix  # noqa: E402
 from rolltape.recorder.serving.scribe import Scribe  # noqa: E402
 from rolltape.recorder.serving.wire import pack, travelling, unpack  # noqa: E402
@@ -215,3 +215,38 @@ def test_the_route_buffer_is_empty_between_steps() -> None:
     assert ready is None
     assert host["routes"][:, 0].tolist() == [[1, 2], [3, 4], [-1, -1]]
     assert (buffer.take(8) == -1).all()
+
+
+def test_accepted_drafts_have_logprobs_of_their_own_rows() -> None:
+    torch.manual_seed(0)
+    drafted = np.array([2, 0, 3])
+    raw, temperature = torch.randn(8, VOCAB), torch.tensor([0.5, 1.0, 2.0])
+    token = torch.tensor([[5, 6, -1, -1], [7, -1, -1, -1], [1, 2, 3, 4]])
+    found = measure_verified(token=token, raw=raw, drafted=drafted, temperature=temperature)
+    first = 0
+    for row, (n, ids) in enumerate(zip(drafted.tolist(), token.tolist(), strict=True)):
+        for column, one in enumerate(ids):
+            if one >= 0:
+                logits = raw[first + column].double()
+                for name, scale in (("raw", 1.0), ("scaled", float(temperature[row]))):
+                    want = (logits / scale).log_softmax(-1)[one]
+                    assert found[name][row, column].item() == pytest.approx(want.item(), abs=1e-5)
+                assert found["argmax"][row, column] == (logits.argmax() == one)
+        first += n + 1
+
+
+def test_a_greedy_request_that_was_sampled_is_found(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    life = engine.life("a", 3, [], greedy=True, truncation=("greedy",))
+    engine.step((life, 0, 3))
+    engine.step((life, 3, 3), tokens=[[5, 6, -1]], drafted=np.array([2]))
+    engine.steps[1].values["argmax"] = torch.tensor([[True, False, False]])
+    engine.steps[1].values["processed"] = torch.tensor([[-1.0, -2.0, -3.0]])
+    (sequence,) = engine.write().values()
+    assert sequence.tokens.values[3:].tolist() == [50, 5, 6]
+    processed, supports = sequence.logprob("processed"), sequence.supports()
+    assert processed.valid[3:].tolist() == [True, True, False]
+    assert [supports.at(p) is None for p in (3, 4, 5)] == [False, False, True]
+    events = rolltape.open(engine.tape).rows("events")
+    (event,) = (row for row in events if row["kind"] == "finding")
+    assert (event["request"], event["start"]) == ("a", 5) and "RT409" in event["detail"]
