@@ -9,10 +9,11 @@ and named, not papered over.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from rolltape.recorder import session as sessions
 from rolltape.recorder.inject import _rolltape_hook
 from rolltape.recorder.options import Options
 from rolltape.recorder.patches import Patches
-from rolltape.store import Tape, TapeWriter, UsageError
+from rolltape.replay.executors.protocol import Changes, Execution, NotRunError
+from rolltape.replay.serving_steps import Step, recorded_steps
+from rolltape.store import Tape, TapeWriter, UsageError, create_tape, seal
 from rolltape.store.keys import Key
 
 #: Arguments of an engine that decide what a step computes; taken from the settings in force.
@@ -46,98 +49,31 @@ _NOT_AGAIN = ("model", "speculation", "tensor_parallel_size", "pipeline_parallel
 _NOT_SAMPLING = ("n", "seed", "output_kind", "extra_args", "skip_clone")
 #: Steps without tokens that the engine may take before one with some.
 _MOST_EMPTY = 16
+#: Size of the self-test: rows, prompt tokens, steps.
+_TESTED_ROWS, _TESTED_TOKENS, _TESTED_STEPS = 4, 12, 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What one sequence had in one step: positions [start, start + n)."""
-
-    key: Key
-    start: int
-    n: int
-    kind: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One recorded step: its number and its parts in row order."""
-
-    number: int
-    parts: tuple[Part, ...]
-
-
-@dataclass
-class Outcome:
-    """How far a re-execution came.
-
-    Args:
-        steps: that ran with the recorded composition.
-        differs: the first step that could not be laid out as recorded, with both compositions;
-            None if there is none.
-        notes: what was not as in the recording.
-    """
-
-    steps: int = 0
-    differs: dict[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)
-
-
-def recorded_steps(tape: Tape, engine: str) -> list[Step]:
-    """The steps of one engine in the order in which they ran; a cached prefix is no part."""
-    table = tape.table("forwards")
-    names = ("engine", "step", "row", "request", "sample", "pass", "start", "n", "kind")
-    columns = {name: table.column(name).to_pylist() for name in names}
-    found: dict[int, list[tuple[int, Part]]] = {}
-    for row in range(table.num_rows):
-        if columns["engine"][row] != engine or columns["kind"][row] == "cached":
-            continue
-        key = Key(engine, *(columns[name][row] for name in ("request", "sample", "pass")))
-        part = Part(
-            key=key,
-            start=columns["start"][row],
-            n=columns["n"][row],
-            kind=columns["kind"][row],
-        )
-        found.setdefault(columns["step"][row], []).append((columns["row"][row], part))
-    return [
-        Step(number=number, parts=tuple(part for _, part in sorted(rows, key=lambda r: r[0])))
-        for number, rows in sorted(found.items())
-    ]
-
-
-def check_tape(tape: Tape, engine: str) -> dict[str, Any]:
-    """What is known of an engine whose steps can be laid out again.
-
-    Returns:
-        Its merged row of `engines`.
+def check_engine(tape: Tape, engine: str) -> None:
+    """Whether the steps of an engine can be laid out again.
 
     Raises:
-        UsageError: something that is needed was not recorded, or cannot be done again.
+        NotRunError: something that is needed was not recorded, or cannot be done again.
     """
-    facts = tape.engines[engine]
-    effective = facts["effective"]
-    if facts["adapter"] != "vllm":
-        raise UsageError(
-            f"{tape.place} was recorded by {facts['adapter']}",
-            hint=f"--on {facts['adapter']}, or --mode score",
-        )
+    effective = tape.engine(engine)["effective"]
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if effective.get(name, 1) != 1:
-            raise UsageError(f"{name} is {effective[name]}: one process cannot run its steps again")
+            reason = f"{name} is {effective[name]}: one process cannot run its steps again"
+            raise NotRunError(reason)
     if ".gpu.model_runner" in str(effective.get("runner")):
-        raise UsageError("steps of vLLM's second model runner cannot be laid out again yet")
+        raise NotRunError("steps of vLLM's second model runner cannot be laid out again yet")
     if effective.get("speculation"):
-        raise UsageError("the rollout was speculative: its drafts are not recorded")
-    lost = [e for e in tape.rows("events") if e["kind"] == "gap"]
+        raise NotRunError("the rollout was speculative: its drafts are not recorded")
+    lost = sum(e["kind"] == "gap" and e["engine"] in (engine, None) for e in tape.rows("events"))
     if lost:
-        raise UsageError(
-            f"{tape.place} has {len(lost)} gaps: the steps are not all known",
-            hint="record with --on-full block",
-        )
+        raise NotRunError(f"it has {lost} gaps: its steps are not all known")
     for sequence in tape:
         if sequence.key.engine == engine and not sequence.tokens.valid.all():
-            raise UsageError(f"{sequence.id}: some of its tokens are not known")
-    return facts
+            raise NotRunError(f"{sequence.id}: some of its tokens are not known")
 
 
 def engine_arguments(facts: Mapping[str, Any], model: str | None) -> dict[str, Any]:
@@ -152,47 +88,104 @@ def engine_arguments(facts: Mapping[str, Any], model: str | None) -> dict[str, A
     return arguments
 
 
-def execute(
-    tape: Tape,
-    root: str | os.PathLike[str],
+def run(
+    source: Tape,
+    out: Path,
     *,
-    engine: str,
-    model: str | None = None,
-    batch: int | None = None,
+    changes: Changes,
+    model: Any = None,
+    device: str | None = None,
+    provenance: Mapping[str, Any] | None = None,
     arguments: Mapping[str, Any] | None = None,
-) -> Outcome:
-    """Run the steps of one engine of a tape again and record them.
+) -> Execution:
+    """Run the schedule of a tape again and write what was recorded as a new tape.
 
     Args:
-        tape: the recording.
-        root: a new tape, already created.
-        engine: uuid of the engine in `tape`.
+        source: the recording.
+        out: folder of the new tape.
+        changes: made on purpose.
         model: path of the model; by default as the tape names it.
-        batch: None for the recorded composition; else so many sequences at a time, in the order in
-            which they were opened, each lot when the one before has ended.
+        device: where vLLM runs is what was installed: must be None.
+        provenance: for the header of the new tape.
         arguments: of the engine, instead of the recorded ones; for example another
             `max_num_batched_tokens`.
 
     Raises:
-        UsageError: as `check_tape`; or vLLM is not installed here, or does not take the arguments.
+        NotRunError: the schedule cannot be laid out again; nothing is written.
+        UsageError: no vLLM rollout, vLLM is not installed here or does not take the arguments.
     """
-    facts = check_tape(tape, engine)
-    steps = recorded_steps(tape, engine)
+    if device is not None:
+        raise UsageError(f"device {device}: vLLM runs on the device that it is built for")
+    if model is not None and not isinstance(model, str):
+        raise UsageError("--on vllm takes the path of a model")
+    engines = [e for e in source.engines if source.engine(e)["adapter"] == "vllm"]
+    if not engines:
+        raise UsageError(f"{source.place} has no rollout of vLLM", hint="--on its engine")
+    for engine in engines:
+        check_engine(source, engine)
     if sessions.active() is not None:
         raise UsageError("this process records already", hint="one recording at a time")
-    level = "routing" if tape.table("routes").num_rows else "tokens"
+    level = "routing" if source.table("routes").num_rows else "tokens"
+    options = Options(level=level, on_full="block")
+    create_tape(out, role="rollout", parent=source.uuid, provenance=dict(provenance or {}))
+    started, forwards, tested = time.time_ns(), 0, dict[str, Any]()
     with _in_process():
-        session = sessions.start(root, Options(level=level, on_full="block"))
-        _rolltape_hook.watch(_rolltape_hook.HOOKS)
+        for engine in engines:
+            facts = source.engine(engine)
+            chosen = engine_arguments(facts, changes.weights or model) | dict(arguments or {})
+            driver = None
+            session = sessions.start(out, options)
+            _rolltape_hook.watch(_rolltape_hook.HOOKS)
+            try:
+                driver = _Driver(_start(chosen), source)
+                driver.run(engine, recorded_steps(source, engine), changes.rows)
+                forwards += driver.steps
+                sessions.stop()
+                if session.dropped or session.faults:
+                    raise UsageError(f"it could not be recorded: {session.faults or 'dropped'}")
+                ended = time.time_ns()
+                tested = tested or _self_test(driver, source, engine, options)
+            finally:
+                sessions.stop()
+                if driver is not None:
+                    driver.close()
+    _name_origins(source, out, engines)
+    seal(out, status={"replay": "ok"})
+    return Execution(
+        model=str(chosen["model"]),
+        forwards=forwards,
+        started_ns=started,
+        ended_ns=ended,
+        self_test=tested,
+        warnings=("whether the weights are those of the recording was not checked",),
+    )
+
+
+def _self_test(driver: _Driver, source: Tape, engine: str, options: Options) -> dict[str, Any]:
+    """Forcing a run's own tokens changes no bit, a changed prompt does.
+
+    After the schedule, so that no cache of the engine knows of it; on a tape that is thrown away.
+    """
+    prompts = [
+        s.tokens.values[: min(s.prompt_len, _TESTED_TOKENS)].tolist()
+        for s in source
+        if s.key.engine == engine and s.prompt_len
+    ][:_TESTED_ROWS]
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "tape"
+        create_tape(root, role="rollout")
+        sessions.start(root, options)
         try:
-            chosen = {**engine_arguments(facts, model), **(arguments or {})}
-            outcome = _run(tape, engine, steps, chosen, batch)
+            own = driver.generate(prompts, None)
+            again = driver.generate(prompts, own)
+            other = [[(prompt[0] + 1) % 7 + 1, *prompt[1:]] for prompt in prompts]
+            control = driver.generate(other, own)
         finally:
             sessions.stop()
-    if session.dropped or session.faults:
-        raise UsageError(f"the re-execution could not be recorded: {session.faults or 'dropped'}")
-    _name_origins(tape, root, engine)
-    return outcome
+    tokens = [[t for t, _ in row] for row in own]
+    if [[t for t, _ in row] for row in again] != tokens:
+        return {"neutral": False, "control": None, "reason": "the tokens could not be forced"}
+    return {"neutral": again == own, "control": control != own, "reason": "forcing is not neutral"}
 
 
 @contextmanager
@@ -211,9 +204,7 @@ def _in_process() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _run(
-    tape: Tape, engine: str, steps: Sequence[Step], arguments: dict[str, Any], batch: int | None
-) -> Outcome:
+def _start(arguments: dict[str, Any]) -> Any:
     try:
         import torch
         from vllm import EngineArgs
@@ -226,13 +217,7 @@ def _run(
         args = EngineArgs(**arguments)
     except TypeError as error:
         raise UsageError(f"this vLLM does not take the recorded arguments: {error}") from error
-    driver = _Driver(LLMEngine.from_engine_args(args), tape)
-    try:
-        if batch is None:
-            return driver.run(steps)
-        return driver.run_freely([s.key for s in tape if s.key.engine == engine], batch)
-    finally:
-        driver.close()
+    return LLMEngine.from_engine_args(args)
 
 
 class _Driver:
@@ -264,46 +249,72 @@ class _Driver:
         self._patches.undo()
         self._engine.engine_core.shutdown()
 
-    def run(self, steps: Sequence[Step]) -> Outcome:
-        """Lay the steps out one after another; stops at the first that differs."""
-        outcome = Outcome()
+    @property
+    def steps(self) -> int:
+        """Steps that ran something."""
+        return len(self._seen)
+
+    def run(self, engine: str, steps: Sequence[Step], rows: int | None) -> None:
+        """Run the sequences of an engine: in the recorded steps, or so many at a time."""
+        if rows is None:
+            self._run_steps(steps)
+        else:
+            self._run_freely([key for key in self._sequences if key.engine == engine], rows)
+
+    def _run_steps(self, steps: Sequence[Step]) -> None:
+        """Lay the steps out one after another, up to the first that the engine takes otherwise.
+
+        What is then missing, and where it began, is found when the two tapes are compared.
+        """
         last = {part.key: step.number for step in steps for part in step.parts}
         for step in steps:
             self._leave(step.number, last)
             for part in step.parts:
                 if part.key not in self._inside:
                     self._add(part.key)
-            got = self._step()
-            want = {part.key: (part.start, part.n) for part in step.parts}
-            if got != want:
-                outcome.differs = {
-                    "step": step.number,
-                    "recorded": _readable(want),
-                    "re-executed": _readable(got),
-                }
-                return outcome
-            outcome.steps += 1
+            if self._step() != {part.key: (part.start, part.n) for part in step.parts}:
+                break
         self._leave(None, last)
         self._settle()
-        return outcome
 
-    def run_freely(self, keys: Sequence[Key], batch: int) -> Outcome:
-        """Run so many sequences at a time, as the scheduler likes."""
-        outcome = Outcome()
-        for first in range(0, len(keys), batch):
-            lot = [key for key in keys[first : first + batch] if self._sequences[key].length]
+    def _run_freely(self, keys: Sequence[Key], rows: int) -> None:
+        for first in range(0, len(keys), rows):
+            lot = [key for key in keys[first : first + rows] if self._sequences[key].length]
             for key in lot:
                 self._add(key)
             while self._engine.has_unfinished_requests():
-                before = len(self._seen)
                 self._engine.step()
-                outcome.steps += len(self._seen) - before
                 requests = self._scheduler.requests
                 # where the recorded one was aborted, the engine would go on with its own tokens
                 full = [n for n, r in requests.items() if r.num_tokens >= len(self._tokens[n])]
                 if full:
                     self._engine.abort_request(full, internal=True)
-        return outcome
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], forced: list[list[tuple[int, float]]] | None
+    ) -> list[list[tuple[int, float]]]:
+        """(token, logprob) of a few tokens after each prompt, sampled or forced."""
+        from vllm import SamplingParams
+
+        how = SamplingParams(
+            temperature=1.0, max_tokens=_TESTED_STEPS, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        found: dict[str, list[tuple[int, float]]] = {}
+        for i, ids in enumerate(prompts):
+            outer = f"self-test-{len(self._seen)}-{i}"
+            inner = self._engine.add_request(outer, {"prompt_token_ids": list(ids)}, how)
+            if forced is not None:
+                tokens = [*ids, *(token for token, _ in forced[i])]
+                self._tokens[inner if isinstance(inner, str) else outer] = np.array(tokens)
+            found[outer] = []
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                drawn = output.outputs[0]
+                found[output.request_id] = [
+                    (token, by_id[token].logprob)
+                    for token, by_id in zip(drawn.token_ids, drawn.logprobs, strict=True)
+                ]
+        return list(found.values())
 
     def _add(self, key: Key) -> None:
         from vllm import SamplingParams
@@ -379,16 +390,12 @@ class _Driver:
         return (torch.where(values >= 0, values, sampled), *rest)
 
 
-def _readable(parts: Mapping[Key, tuple[int, int]]) -> dict[str, list[int]]:
-    return {key.text: [start, n] for key, (start, n) in parts.items()}
-
-
-def _name_origins(tape: Tape, root: str | os.PathLike[str], engine: str) -> None:
+def _name_origins(tape: Tape, root: Path, engines: Collection[str]) -> None:
     """Say which sequence each of the new tape runs again: its external id is the old key."""
     from rolltape.store import open as open_tape
 
     new = open_tape(root)
-    known = {s.key.text: s for s in tape if s.key.engine == engine}
+    known = {s.key.text: s for s in tape if s.key.engine in engines}
     rows = [(s, known[ext]) for s in new if (ext := s.info["external"]) in known]
     if not rows:
         return

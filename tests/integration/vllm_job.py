@@ -2,7 +2,7 @@
 
 In process: chunked prefill (300 tokens, 256 a step), a prefix of 256 tokens from the cache, n = 4,
 greedy, penalties, a scored prompt, an abort, and so few KV blocks that requests are preempted.
-With --mp: the engine core in a process of its own, greedy, no prefix cache.
+With --bf16 in BF16. With --mp: the engine core in a process of its own, greedy, no prefix cache.
 OUTPUTS gets what the engine itself said: ids, logprobs, cached tokens, who was preempted.
 """
 
@@ -42,7 +42,7 @@ def main(model: str, outputs: str, phase: Callable[[str], object] = lambda name:
         model=model,
         skip_tokenizer_init=True,
         enforce_eager=True,
-        dtype="float32",
+        dtype="bfloat16" if "--bf16" in sys.argv else "float32",
         max_model_len=512,
         max_num_seqs=16,
         max_num_batched_tokens=256,
