@@ -77,7 +77,7 @@ class RoutePiece:
 
 @dataclass(frozen=True)
 class LayerPiece:
-    """Output of one site in one forward: `hidden` is [kept rows, columns, width]."""
+    """Output of one site in one forward: `hidden` is [rows, columns, width] of the first rows."""
 
     site: str
     hidden: torch.Tensor
@@ -238,9 +238,12 @@ class Call:
         samples: rows per prompt.
         layers: model layer number of each MoE block; empty when routes are not recorded.
         kept_rows: rows whose layer outputs are kept.
+        sketched_rows: rows of whose layer outputs sketches are kept.
         cached: columns that the KV cache held already.
         route_gap: reason given where a MoE block showed no route.
         wanted: whether each row is recorded; by default all are.
+        layout: what else a call needs to be laid out again, see `rolltape.recorder.layout`.
+        origins: per row the key of the sequence that it replays.
     """
 
     engine: str
@@ -261,6 +264,9 @@ class Call:
     sdpa: str
     threads: int
     wanted: np.ndarray | None = None
+    sketched_rows: int = 0
+    layout: dict[str, Any] = field(default_factory=dict)
+    origins: tuple[str, ...] | None = None
     seen_columns: int = field(init=False)
     next_step: int = 0
     generated: list[np.ndarray] = field(default_factory=list)
@@ -296,6 +302,12 @@ class Call:
         """Prompt tokens of a row."""
         return self.width - int(self.pad_left[row])
 
+    def settings(self, row: int) -> dict[str, Any]:
+        """Generation settings of a row, and how it is laid out."""
+        padding = np.unique(pads := self.prompts[row, : self.pad_left[row]]).tolist()
+        one = padding[0] if len(padding) == 1 else pads.tolist() or None
+        return {**self.sampling.settings, "layout": {**self.layout, "prompt_pad": one}}
+
     def request(self, row: int) -> str:
         """Request id: call and prompt number."""
         return f"{self.number}-{row // self.samples}"
@@ -319,3 +331,14 @@ class Call:
         return {
             name: [key[name] for key in keys] for name in ("engine", "request", "sample", "pass")
         }
+
+
+def host_array(tensor: torch.Tensor) -> np.ndarray:
+    """numpy view of a CPU tensor; bfloat16 becomes float32, exactly, without torch's threads."""
+    if str(tensor.dtype) == "torch.bfloat16":
+        import torch
+
+        bits = tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    array: np.ndarray = tensor.numpy()
+    return array

@@ -59,6 +59,15 @@ from rolltape.store.writer import check_commit_log
     "implies --level layers.",
 )
 @click.option(
+    "--sketches",
+    type=click.IntRange(min=0),
+    envvar="ROLLTAPE_SKETCHES",
+    default=Options.sketches,
+    metavar="N",
+    help="Record sketches (72 bytes) of the output of every decoder layer for the first N "
+    "sequences of the job, to compare a replay with; transformers only.",
+)
+@click.option(
     "--top-logprobs",
     type=click.IntRange(min=0),
     envvar="ROLLTAPE_TOP_LOGPROBS",
@@ -164,6 +173,7 @@ def record(
     overwrite: bool,
     level: str | None,
     layers: int | None,
+    sketches: int,
     top_logprobs: int,
     profile_kernels: int,
     sample_rate: float,
@@ -205,6 +215,7 @@ def record(
         options=Options(
             level=level,
             layers=layers,
+            sketches=sketches,
             top_logprobs=top_logprobs,
             profile_kernels=profile_kernels,
             sample_rate=sample_rate,
@@ -244,7 +255,7 @@ def record(
     prepare_output(job.place, append=append, overwrite=overwrite)
     voice.say(f"recording to {_shown(job.tape)}")
     for name, value in sorted(job.variables.items()):
-        voice.detail(f"set {name}={'...' if name == STORAGE_VARIABLE else value}")
+        voice.detail(f"set {name}={'...' if name.endswith(STORAGE_VARIABLE) else value}")
     recorded = run(job, append=append)
     _report(voice, job, recorded)
     status = recorded.ended.status

@@ -350,6 +350,8 @@ def weights_stamp(model: nn.Module) -> int:
     parts = xxhash.xxh3_64()
     looks: dict[torch.device, list[torch.Tensor]] = {}
     in_force = adapters_in_force(model)
+    for path in sorted(in_force):  # seen even where it changes no weight that is looked at
+        parts.update(f"{path}:{sorted(in_force[path].active)}".encode())
     for name, weight in named_weights(model):
         if is_dormant(name, in_force):
             continue

@@ -9,22 +9,20 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from rolltape.recorder import bitmaps
-from rolltape.recorder.blocks import Block, Call
+from rolltape.recorder.blocks import Block, Call, host_array
 from rolltape.recorder.session import Job
+from rolltape.recorder.sketch_rows import write_sketches
 from rolltape.store import TapeWriter, codecs, token_digest
 from rolltape.store.columns import ragged
 from rolltape.store.distributions import distribution_columns, raw_semantics
 from rolltape.store.kept import encode_kept
 from rolltape.store.schema import SEMANTICS, SUPPORT_EXPLICIT, SUPPORT_FULL, SUPPORT_UNRECORDED
-
-if TYPE_CHECKING:
-    import torch
 
 _CODEC = "plain"
 
@@ -63,7 +61,8 @@ def _sequence(call: Call, rows: list[int], prompts: list[np.ndarray]) -> dict[st
         ],
         "group_derived": not many,
         "prompt_len": [len(p) for p in prompts],
-        "sampling": json.dumps(call.sampling.settings),
+        "origin": [None if call.origins is None else call.origins[row] for row in rows],
+        "sampling": [json.dumps(call.settings(row)) for row in rows],
     }
 
 
@@ -89,6 +88,7 @@ def block_job(call: Call, block: Block) -> Job:
                 _write_routes(writer, call, block, arrays)
             if block.layers:
                 _write_layers(writer, call, block, arrays)
+                write_sketches(writer, call, block, arrays.counts)
             call.seen_columns = end
         _write_endings(writer, call, block, arrays, t_ns)
 
@@ -442,17 +442,6 @@ def _route_columns(call: Call, block: Block) -> tuple[int, np.ndarray, np.ndarra
         valid[span, list(piece.indexes)] = True
         seen = stop
     return begin, ids, weights, valid
-
-
-def host_array(tensor: torch.Tensor) -> np.ndarray:
-    """numpy view of a CPU tensor; bfloat16 becomes float32, exactly, without torch's threads."""
-    if str(tensor.dtype) == "torch.bfloat16":
-        import torch
-
-        bits = tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
-        return (bits.astype(np.uint32) << 16).view(np.float32)
-    array: np.ndarray = tensor.numpy()
-    return array
 
 
 def _write_layers(writer: TapeWriter, call: Call, block: Block, arrays: _Arrays) -> None:

@@ -27,6 +27,8 @@ class Options:
         level: `tokens` records ids, logprobs, supports and schedule; `routing` adds routes;
             `layers` adds the output of every decoder layer for the first `layers` sequences.
         layers: number of sequences for which layer outputs are kept.
+        sketches: number of sequences for which sketches of layer outputs are kept, whatever the
+            level: see `rolltape.recorder.sketch`.
         on_full: what to do when the queue is full: `drop` the block and record the gap, or
             `block` the job until there is room.
         queue_mb: bound of the queue in MiB.
@@ -45,6 +47,7 @@ class Options:
 
     level: str = "routing"
     layers: int = 0
+    sketches: int = 0
     on_full: str = "drop"
     queue_mb: int = 256
     fsync: bool = False
@@ -62,8 +65,8 @@ class Options:
             raise UsageError(f"level {self.level!r} does not exist", hint=" | ".join(LEVELS))
         if self.on_full not in ON_FULL:
             raise UsageError(f"on_full {self.on_full!r} does not exist", hint=" | ".join(ON_FULL))
-        if self.layers < 0 or self.queue_mb < 1:
-            raise UsageError("layers must be >= 0 and queue_mb >= 1")
+        if self.layers < 0 or self.sketches < 0 or self.queue_mb < 1:
+            raise UsageError("layers and sketches must be >= 0 and queue_mb >= 1")
         if self.max_bytes < 0:
             raise UsageError("max_bytes must be >= 0")
         if self.top_logprobs < 0:
@@ -103,6 +106,7 @@ class Options:
             TAPE_VARIABLE: tape,
             "ROLLTAPE_LEVEL": self.level,
             "ROLLTAPE_LAYERS": str(self.layers),
+            "ROLLTAPE_SKETCHES": str(self.sketches),
             "ROLLTAPE_ON_FULL": self.on_full,
             "ROLLTAPE_QUEUE_MB": str(self.queue_mb),
             "ROLLTAPE_FSYNC": str(int(self.fsync)),
@@ -132,6 +136,7 @@ class Options:
             return cls(
                 level=env.get("ROLLTAPE_LEVEL", cls.level),
                 layers=int(env.get("ROLLTAPE_LAYERS", cls.layers)),
+                sketches=int(env.get("ROLLTAPE_SKETCHES", cls.sketches)),
                 on_full=env.get("ROLLTAPE_ON_FULL", cls.on_full),
                 queue_mb=int(env.get("ROLLTAPE_QUEUE_MB", cls.queue_mb)),
                 fsync=env.get("ROLLTAPE_FSYNC", "0") == "1",

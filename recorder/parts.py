@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from rolltape.recorder.adapters import adapters_in_force, is_dormant
+from rolltape.recorder.adapters import (
+    PROMPTS,
+    Switch,
+    adapters_in_force,
+    is_dormant,
+    unplaced_reason,
+)
 from rolltape.recorder.canonical import group_of, place, regions_of_transformers, whole
 from rolltape.recorder.digest import GroupDigest, Part, group_digests, named_weights
 from rolltape.recorder.parts_vllm import parts_of_vllm
@@ -35,6 +41,7 @@ _WRAPPERS = {
     "_fsdp_wrapped_module",
     "_checkpoint_wrapped_module",
     "base_layer",
+    "token_adapter",
 }
 
 
@@ -51,9 +58,9 @@ def parts_of_transformers(model: nn.Module) -> Iterator[Part]:
     mesh: Any = next((getattr(p, "device_mesh", None) for _, p in named if _is_dtensor(p)), None)
     first = mesh is None or not any(mesh.get_coordinate() or (1,))
     for raw, tensor in named:
-        name = _unwrapped(raw)
+        name = _unwrapped(raw, learns_prompts=PROMPTS in in_force)
         group = group_of(name)
-        problem = _foreign(raw, tensor)
+        problem = _foreign(raw, tensor) or unplaced_reason(raw, model)
         if _is_dtensor(tensor):
             local, origin, unknown = _shard(tensor)
             problem = problem or unknown
@@ -70,7 +77,7 @@ def parts_of_transformers(model: nn.Module) -> Iterator[Part]:
         for region in regions:
             yield from place(region, local, group=group_of(region.name), origin=origin)
     if first:
-        yield from _derived(model)
+        yield from _derived(model, in_force)
 
 
 def digests_of_transformers(model: nn.Module) -> list[GroupDigest]:
@@ -141,10 +148,17 @@ def _family(model: nn.Module) -> str | None:
     return None
 
 
-def _unwrapped(name: str) -> str:
-    """The checkpoint's name of a parameter of a wrapped model."""
+def _unwrapped(name: str, *, learns_prompts: bool) -> str:
+    """The checkpoint's name of a parameter of a wrapped model.
+
+    Args:
+        name: as the model's modules have it.
+        learns_prompts: PEFT has no tuner around the model then.
+    """
     path = [element for element in name.split(".") if element not in _WRAPPERS]
     if path[0] == "module":
+        path = path[1:]
+    if path[0] == "base_model" and learns_prompts:
         path = path[1:]
     if path[:2] == ["base_model", "model"]:  # PEFT
         path = path[2:]
@@ -164,12 +178,13 @@ def _foreign(name: str, tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _derived(model: nn.Module) -> Iterator[Part]:
+def _derived(model: nn.Module, in_force: dict[str, Switch]) -> Iterator[Part]:
     for prefix, module in model.named_modules():
         hidden: set[str] = getattr(module, "_non_persistent_buffers_set", set())
         for name, buffer in module.named_buffers(recurse=False):
-            if name in hidden:
-                yield derived(_unwrapped(f"{prefix}.{name}" if prefix else name), buffer)
+            raw = f"{prefix}.{name}" if prefix else name
+            if name in hidden and not is_dormant(raw, in_force):
+                yield derived(_unwrapped(raw, learns_prompts=PROMPTS in in_force), buffer)
 
 
 def derived(name: str, buffer: torch.Tensor) -> Part:

@@ -11,11 +11,25 @@ class _Patch(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """Ours: a wrapper that another tool has put there is patched like anything else."""
 
 
+def _pass_on(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return wrapped(*args, **kwargs)
+
+
+class _Gate:
+    """The wrapper of a patch, which can be taken out of it."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+
+    def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return self.wrapper(wrapped, instance, args, kwargs)
+
+
 class Patches:
     """The patches of one adapter module."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[Any, str, Any]] = []
+        self._made: list[tuple[Any, str, Any, _Patch, _Gate]] = []
 
     def __bool__(self) -> bool:
         return bool(self._made)
@@ -38,12 +52,20 @@ class Patches:
         original = vars(owner).get(name)
         if original is None or isinstance(original, _Patch):
             return False
-        self._made.append((owner, name, original))
-        setattr(owner, name, _Patch(original, wrapper))
+        gate = _Gate(wrapper)
+        patch = _Patch(original, gate)
+        self._made.append((owner, name, original, patch, gate))
+        setattr(owner, name, patch)
         return True
 
     def undo(self) -> None:
-        """Take all of them away, the last one first."""
+        """Take all of them away, the last one first.
+
+        What another tool has put around one of them stays; ours then only passes the call on.
+        """
         while self._made:
-            owner, name, original = self._made.pop()
-            setattr(owner, name, original)
+            owner, name, original, patch, gate = self._made.pop()
+            if vars(owner).get(name) is patch:
+                setattr(owner, name, original)
+            else:
+                gate.wrapper = _pass_on

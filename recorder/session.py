@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 #: A hook that failed this often is not called again.
 MAX_FAULTS = 3
+#: Processors that this process may use, before an engine binds its threads.
+CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
 #: How long the end of a process waits for its recording, and how much of it for a store that
 #: does not answer.
 _CLOSE_SECONDS = 60.0
@@ -80,9 +82,11 @@ class Session:
         self._closing = False
         self._dead = False
         self._thread: threading.Thread | None = None
+        self._alone = False
         self._gaps: list[dict[str, Any]] = []
         self._uncounted = 0
         self._give_up_at = float("inf")
+        self._block_until = float("inf")
 
     # -- the hot path ---------------------------------------------------------------------
 
@@ -91,7 +95,7 @@ class Session:
 
         Args:
             job: called with the writer; must not touch the engine.
-            nbytes: memory that it holds until it has run.
+            nbytes: memory that it holds until it has run; with 0 it is never dropped.
             gap: what will be missing if it is dropped: one or several dicts with keys of the
                 `events` table, `detail` as a dict.
 
@@ -103,9 +107,11 @@ class Session:
             if self._closing or self._dead:
                 self.dropped += 1
                 return False
-            # a job larger than the whole queue is let through alone, else it never could be
-            while self._items and self._bytes + nbytes > limit:
-                if self.options.on_full == "drop":
+            # A job that holds nothing is always taken; one larger than the whole queue is let
+            # through alone, else it never could be.
+            while nbytes and self._items and self._bytes + nbytes > limit:
+                over = time.monotonic() >= self._block_until
+                if self.options.on_full == "drop" or over:
                     self.dropped += 1
                     self._add_gap(gap)
                     return False
@@ -118,9 +124,13 @@ class Session:
         return True
 
     def _wake(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="rolltape-writer", daemon=True)
-            self._thread.start()
+        if self._thread is None and not self._alone:
+            thread = threading.Thread(target=self._run, name="rolltape-writer", daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError:  # the interpreter ends: `close` writes what there is
+                self._alone = True
         self._lock.notify_all()
 
     def _add_gap(self, gap: Gap) -> None:
@@ -153,6 +163,25 @@ class Session:
         except Exception as error:
             self.fault(name, error)
             return None
+
+    def always(self, name: str, call: Callable[[], object]) -> bool:
+        """Call something that is never disabled: what others recorded depends on it."""
+        try:
+            call()
+        except Exception as error:
+            self.fault(name, error)
+            return False
+        return True
+
+    @property
+    def dead(self) -> bool:
+        """Whether nothing can be written any more."""
+        return self._dead
+
+    @property
+    def hurried(self) -> bool:
+        """Whether the recording ends: a store that does not answer is not waited for long."""
+        return self._give_up_at != float("inf")
 
     def fault(self, name: str, error: BaseException, **columns: Any) -> None:
         """Count and record an error of the recorder; the job goes on unless `strict`."""
@@ -297,17 +326,20 @@ class Session:
                 self._lock.wait(timeout=left)
         return not self._dead
 
-    def flush(self) -> None:
-        """Enqueue what hooks keep back; a fault of one does not keep the others from it."""
-        for call in list(self.flushers):
-            self.safely("flush", call)
+    def flush(self) -> bool:
+        """Enqueue what hooks keep back; False if that of some could not be."""
+        return all([self.always("flush", call) for call in list(self.flushers)])
 
     def commit(self, timeout: float = _CLOSE_SECONDS) -> bool:
         """`flush` and `drain`, and in an object store put what there is: this process may end."""
-        self.flush()
+        flushed = self.flush()
         for job in [*self.committers, lambda writer: writer.commit()]:
             self.put(job, nbytes=0, gap=[])
-        return self.drain(timeout)
+        return self.drain(timeout) and flushed
+
+    def end_waits(self, timeout: float = _CLOSE_SECONDS) -> None:
+        """From now on nobody waits longer than this for room in the queue."""
+        self._block_until = time.monotonic() + timeout
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
         """Write what is queued, finish the shards, stop the thread. May be called twice."""
@@ -316,6 +348,9 @@ class Session:
             self._closing = True
             self._lock.notify_all()
             thread = self._thread
+            alone, self._alone = self._alone, False
+        if alone:
+            self._run()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
             if thread.is_alive():
@@ -357,11 +392,14 @@ def stop() -> None:
     """Close the active session; hooks are inert afterwards."""
     global _active
     if (session := _active) is not None:
-        session.flush()
-        for call in list(session.before_close):
-            session.safely("close", call)
-        _active = None
-        session.close()
+        session.end_waits()
+        try:
+            session.flush()
+            for call in list(session.before_close):
+                session.safely("close", call)
+        finally:
+            _active = None
+            session.close()
 
 
 def start_from_env() -> Session | None:
@@ -384,7 +422,8 @@ def recording() -> Session | None:
     """
     global _refused
     try:
-        return _active or start_from_env()
+        session = _active or start_from_env()
+        return None if session is not None and session.dead else session
     except Exception as error:
         if not _refused:
             warn(f"not recording: {error}")

@@ -199,8 +199,10 @@ class _Engine:
         self.id = new_uuid()
         self.session = weakref.ref(session)
         self.blocks: list[MoeBlock] = find_moe_blocks(model)
-        self.layers = decoder_layers(model) if session.options.layers else {}
+        wants_layers = session.options.layers or session.options.sketches
+        self.layers = decoder_layers(model) if wants_layers else {}
         self.layers_left = session.options.layers
+        self.sketches_left = session.options.sketches
         self.kernels = KernelProfiler(session.options.profile_kernels)
         session.safely("tactics.bind", observe_all, self.id)
         self.calls = itertools.count()
@@ -350,6 +352,8 @@ class _Recording:
         self.sampling: Sampling = read_sampling(config, kwargs.get("logits_processor"))
         keep = min(engine.layers_left, len(prompts))
         engine.layers_left -= keep
+        sketched = min(engine.sketches_left, len(prompts))
+        engine.sketches_left -= sketched
         compiled = _compiled(model, kwargs, config)
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         self.force, _running.force = _running.force, None
@@ -366,6 +370,7 @@ class _Recording:
             num_experts=engine.blocks[0].num_experts if engine.blocks else 0,
             weight_version=engine.versions.current,
             kept_rows=keep,
+            sketched_rows=sketched,
             cached=int(getattr(cache, "get_seq_length", lambda: 0)()),
             route_gap="compiled" if compiled else "not-captured",
             cache=None if cache is None else type(cache).__name__,
@@ -417,7 +422,7 @@ class _Recording:
         if self.engine.kernels.left:
             wanted = lambda: self.expecting and _running.recording is self  # noqa: E731
             self._handles += self.engine.kernels.attach(self.model, session, wanted)
-        if self.call.kept_rows:
+        if self.call.kept_rows or self.call.sketched_rows:
             for number, layer in self.engine.layers.items():
                 look = self._guarded("generate.layers", self._on_layer, f"layers.{number}.out")
                 add(layer.register_forward_hook(look))
@@ -503,7 +508,8 @@ class _Recording:
 
     def _on_layer(self, site: str, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        kept = hidden.detach()[: self.call.kept_rows].clone()
+        rows = max(self.call.kept_rows, self.call.sketched_rows)
+        kept = hidden.detach()[:rows].clone()
         self._nbytes += kept.nbytes
         self._forwards[-1].layers[site] = kept
 

@@ -151,7 +151,7 @@ def _purpose(grpo: Any, given: Any, model: Any) -> tuple[str, str]:
     # without a model of its own the reference is the same one with its adapters off, or with the
     # copy that TRL makes of one that is trained further
     in_force = adapters_in_force(model)
-    if in_force and frozenset().union(*in_force.values()) <= {"ref"}:
+    if in_force and frozenset().union(*(s.active for s in in_force.values())) <= {"ref"}:
         return "reference", "reference"
     return "trainer", "old"
 

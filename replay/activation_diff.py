@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,34 +9,11 @@ from typing import Any
 import numpy as np
 
 from rolltape.replay.identity import Problem
-from rolltape.replay.measures import same_bits
+from rolltape.replay.measures import coarser
+from rolltape.replay.site_errors import SpanError, common_stretches, row_errors, site_order
+from rolltape.replay.sketch_diff import compare_sketches, sketches_of
 from rolltape.store.columns import Masked
 from rolltape.store.sequences import Sequence
-
-_NUMBER = re.compile(r"(\d+)")
-
-
-@dataclass(frozen=True)
-class SpanError:
-    """Error of one site over positions [start, start + n) of one sequence, arrays [n].
-
-    Args:
-        sequence: id in tape A.
-        site: for example `layers.3.out`.
-        start: first position.
-        max_abs: float32, largest |b - a|; NaN if a value is.
-        rel_l2: |b - a| / |a|; missing where a is 0.
-        cosine: missing where a or b is 0.
-        equal: all values have the same bits.
-    """
-
-    sequence: str
-    site: str
-    start: int
-    max_abs: np.ndarray
-    rel_l2: Masked
-    cosine: Masked
-    equal: np.ndarray
 
 
 @dataclass
@@ -62,17 +38,13 @@ class SiteTally:
         problems = []
         for site in found.keys() & other.keys():
             for start, mine, theirs in _overlaps(found[site], other[site]):
-                if mine.shape[1] != theirs.shape[1]:
-                    widths = [mine.shape[1], theirs.shape[1]]
-                    message = (
-                        f"{a.id}: {site} is {widths[0]} wide in a, {widths[1]} in b; not compared"
-                    )
-                    fields = {"sequence": a.id, "site": site, "values": widths}
-                    problems.append(Problem("width", message, fields=fields))
+                if mine.rows.shape[1] != theirs.rows.shape[1]:
+                    problems.append(_widths(a.id, site, mine.rows.shape[1], theirs.rows.shape[1]))
                     break
-                error = _error(a.id, site, start, mine, theirs)
+                grid = coarser(mine.dtype, theirs.dtype)
+                error = row_errors(a.id, site, start, mine.rows, theirs.rows, grid=grid)
                 self.spans.setdefault(site, []).append(error)
-        return problems
+        return problems + add_sketched(self, a, b)
 
     def rows(self) -> Iterable[SpanError]:
         """Every span, by site in layer order."""
@@ -86,75 +58,82 @@ class SiteTally:
         ]
 
 
-def site_order(site: str) -> tuple[Any, ...]:
-    """Sort key: `layers.10.out` after `layers.9.out`, `embed` first, `norm` and `logits` last."""
-    rank = {"embed": 0, "norm": 2, "logits": 3}.get(site, 1)
-    return (rank, *(int(p) if p.isdecimal() else p for p in _NUMBER.split(site)))
+@dataclass(frozen=True)
+class _Rows:
+    dtype: str
+    rows: np.ndarray
 
 
 def _overlaps(
     a: list[tuple[int, str, np.ndarray]], b: list[tuple[int, str, np.ndarray]]
-) -> Iterable[tuple[int, np.ndarray, np.ndarray]]:
+) -> Iterable[tuple[int, _Rows, _Rows]]:
     """(start, rows of a, rows of b) of every stretch that both recorded, each position once."""
-    done: set[int] = set()
-    for start_a, _, data_a in a:
-        for start_b, _, data_b in b:
-            start = max(start_a, start_b)
-            end = min(start_a + len(data_a), start_b + len(data_b))
-            while start < end and start in done:
-                start += 1
-            stop = next((p for p in range(start, end) if p in done), end)
-            if start < stop:
-                done.update(range(start, stop))
-                yield (
-                    start,
-                    data_a[start - start_a : stop - start_a],
-                    data_b[start - start_b : stop - start_b],
-                )
-
-
-def _error(sequence: str, site: str, start: int, a: np.ndarray, b: np.ndarray) -> SpanError:
-    x, y = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
-        difference = y - x
-        norm_a, norm_b = np.linalg.norm(x, axis=1), np.linalg.norm(y, axis=1)
-        distance = np.linalg.norm(difference, axis=1)
-        dot = (x * y).sum(1)
-        some, both = norm_a != 0, (norm_a != 0) & (norm_b != 0)
-        rel = np.divide(distance, norm_a, out=np.zeros_like(distance), where=some)
-        cosine = np.divide(dot, norm_a * norm_b, out=np.zeros_like(dot), where=both)
-        return SpanError(
-            sequence=sequence,
-            site=site,
-            start=start,
-            max_abs=np.abs(difference).max(1, initial=0).astype(np.float32),
-            rel_l2=Masked(rel.astype(np.float32), some),
-            cosine=Masked(np.clip(cosine, -1, 1).astype(np.float32), both),
-            equal=np.asarray(same_bits(a, b).all(1)),
+    spans_a = [(start, len(data)) for start, _, data in a]
+    spans_b = [(start, len(data)) for start, _, data in b]
+    for start, stop, i, j in common_stretches(spans_a, spans_b):
+        first, second = (
+            _Rows(dtype, data[start - begin : stop - begin]) for begin, dtype, data in (a[i], b[j])
         )
+        yield start, first, second
+
+
+def add_sketched(tally: SiteTally, a: Sequence, b: Sequence) -> list[Problem]:
+    """Compare by sketches what one side, or both, has no tensors of; returns what does not fit."""
+    sketches = a.sketches(), b.sketches()
+    if not any(sketches):
+        return []
+    tensors = a.activations(), b.activations()
+    sites = [set(s) | set(t) for s, t in zip(sketches, tensors, strict=True)]
+    problems = []
+    for site in sites[0] & sites[1]:
+        known = [(s.start, len(s.equal)) for s in tally.spans.get(site, ()) if s.sequence == a.id]
+        mine, theirs = (
+            sketches_of(s.get(site, ()), t.get(site, ()))
+            for s, t in zip(sketches, tensors, strict=True)
+        )
+        if mine[0].width != theirs[0].width:
+            problems.append(_widths(a.id, site, mine[0].width, theirs[0].width))
+        elif errors := compare_sketches(a.id, site, mine, theirs, known):
+            tally.spans.setdefault(site, []).extend(errors)
+    return problems
+
+
+def _widths(sequence: str, site: str, a: int, b: int) -> Problem:
+    message = f"{sequence}: {site} is {a} wide in a, {b} in b; not compared"
+    return Problem("width", message, fields={"sequence": sequence, "site": site, "values": [a, b]})
 
 
 def _site_summary(site: str, spans: list[SpanError]) -> dict[str, Any]:
     max_abs = np.concatenate([s.max_abs for s in spans])
     equal = np.concatenate([s.equal for s in spans])
+    bad = np.concatenate([s.non_finite for s in spans])
+    column = np.concatenate([s.column for s in spans])
     at = [(s.sequence, s.start + i) for s in spans for i in range(len(s.equal))]
-    finite = np.isfinite(max_abs)
+    sketched = np.concatenate([np.full(len(s.equal), s.sketched) for s in spans])
+    finite = (bad == 0) & ~sketched
     rel = _known([s.rel_l2 for s in spans])
     cosine = _known([s.cosine for s in spans])
+    ulp = np.concatenate([s.ulp for s in spans])[finite]
     worst = int(np.where(finite, max_abs, -1).argmax())
-    first = int(equal.argmin())
+    first, broken = int(equal.argmin()), int(bad.argmax())
+    known = bool(finite.any())
     return {
         "site": site,
         "positions": len(equal),
         "equal": int(equal.sum()),
-        "non_finite": int((~finite).sum()),
-        "max_abs": float(max_abs[worst]) if finite.any() else None,
-        "max_at": _place(at[worst]) if finite.any() else None,
-        "mean_max_abs": float(max_abs[finite].mean()) if finite.any() else None,
+        "sketched": int(sketched.sum()),
+        "non_finite": int((bad > 0).sum()),
+        "non_finite_at": {**_place(at[broken]), "column": int(column[broken])}
+        if bad.any()
+        else None,
+        "max_abs": float(max_abs[worst]) if known else None,
+        "max_at": {**_place(at[worst]), "column": int(column[worst])} if known else None,
+        "mean_max_abs": float(max_abs[finite].mean()) if known else None,
         "rel_l2_mean": float(rel.mean()) if rel.size else None,
         "rel_l2_max": float(rel.max()) if rel.size else None,
         "cosine_mean": float(cosine.mean()) if cosine.size else None,
         "cosine_min": float(cosine.min()) if cosine.size else None,
+        "ulp_max": int(ulp.max()) if ulp.size else None,
         "first_unequal": None if equal.all() else _place(at[first]),
     }
 

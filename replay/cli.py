@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from rolltape.replay.switches import CHOICES
 from rolltape.store.errors import UsageError
@@ -16,15 +17,18 @@ if TYPE_CHECKING:
 
 #: Executors and modes that exist; the grammar has more.
 EXECUTORS = ("transformers",)
-MODES = ("score",)
+MODES = ("score", "re-execute")
 
 #: For the help: every switch with its values, the default first.
 _SWITCHES = "; ".join(f"{key}={'|'.join(values)}" for key, values in CHOICES.items())
 
+#: Options of mode score alone.
+_OF_SCORE = ("tokens_per_batch", "layout", "layers", "sequences", "sites", "top_logprobs")
+
 _TORCH_STACK = ("safetensors", "torch", "transformers")
 
 
-@click.command(short_help="Score the tokens of a tape again, as a trainer does.")
+@click.command(short_help="Run the tokens of a tape again, as a trainer or as the engine did.")
 @click.argument("tape", metavar="TAPE", type=click.Path(path_type=Path))
 @click.option(
     "-o",
@@ -35,27 +39,34 @@ _TORCH_STACK = ("safetensors", "torch", "transformers")
     help="Folder of the new tape; must not exist or be empty.",
 )
 @click.option("--on", "executor", default="transformers", show_default=True, metavar="EXECUTOR",
-              help=f"What runs the tokens: {', '.join(EXECUTORS)}.")  # fmt: skip
+              help=f"What runs the tokens: {', '.join(EXECUTORS)}; score: or your own model, as "
+              "package.module:factory.")  # fmt: skip
 @click.option("--mode", default="score", show_default=True, metavar="MODE",
-              help="score: one teacher-forced forward, as a trainer does it.")  # fmt: skip
+              help="score: one teacher-forced forward, as a trainer does it. re-execute: the "
+              "recorded batches again, step by step, and whether every bit agrees.")  # fmt: skip
 @click.option("--switch", "switches", multiple=True, metavar="KEY=VALUE",
-              help=f"One controlled change; may be repeated. {_SWITCHES}")  # fmt: skip
+              help=f"One controlled change; may be repeated. score: {_SWITCHES}. "
+              "re-execute: batch=recorded|one|N; weights=PATH")  # fmt: skip
 @click.option("--model", metavar="PATH", help="Model to run; by default the one the tape names.")
-@click.option("--device", metavar="D", help="torch device; by default CUDA if there is one.")
+@click.option("--device", metavar="D", help="torch device; by default CUDA if there is one, in "
+              "re-execute what was recorded.")  # fmt: skip
 @click.option(
     "--tokens-per-batch",
     type=click.IntRange(min=1),
     default=8192,
     show_default=True,
     metavar="N",
-    help="Tokens of one forward, padding included.",
+    help="score: tokens of one forward, padding included.",
 )
 @click.option("--layout", type=click.Choice(("padded", "packed")), default="padded",
-              help="Rows padded to one length, or packed into one row.")  # fmt: skip
+              help="score: rows padded to one length, or packed into one row.")  # fmt: skip
 @click.option("--layers", type=click.IntRange(min=0), default=0, metavar="N",
-              help="Record the output of every decoder layer for N sequences.")  # fmt: skip
+              help="score: record the output of every decoder layer for N sequences.")  # fmt: skip
 @click.option("--sequences", metavar="ID,ID",
               help="Sequences to record layer outputs for, instead of the first N.")  # fmt: skip
+@click.option("--sites", metavar="NAMES",
+              help="score: record these tensors of those sequences instead of layer outputs: "
+              "layers.*.out,logits.")  # fmt: skip
 @click.option("--top-logprobs", type=click.IntRange(min=0), default=0, metavar="K",
               help="Record the K most probable tokens of every position scored, with the mass of "
               "all others.")  # fmt: skip
@@ -72,14 +83,22 @@ def replay(
     layout: Layout,
     layers: int,
     sequences: str | None,
+    sites: str | None,
     top_logprobs: int,
     as_json: bool,
 ) -> int:
-    """Run the tokens of TAPE again and record that as TAPE2, whose parent TAPE is."""
-    if executor not in EXECUTORS:
-        raise UsageError(f"--on {executor}: no such executor", hint=" | ".join(EXECUTORS))
+    """Run the tokens of TAPE again and record that as TAPE2, whose parent TAPE is.
+
+    Exit status of mode re-execute: 0 identical, 1 not-reproduced or (with a switch) divergent,
+    2 bad input, 3 inconclusive or not-run.
+    """
     if mode not in MODES:
         raise UsageError(f"--mode {mode}: no such mode", hint=" | ".join(MODES))
+    if mode == "re-execute":
+        return _reexecute(tape, output, executor, switches, model, device, as_json=as_json)
+    if executor not in EXECUTORS and ":" not in executor:
+        hint = " | ".join((*EXECUTORS, "package.module:factory"))
+        raise UsageError(f"--on {executor}: no such executor", hint=hint)
     try:
         from rolltape.replay.score import replay as run
     except ModuleNotFoundError as error:
@@ -91,6 +110,7 @@ def replay(
     summary = run(
         tape,
         output,
+        on=executor,
         switches=switches,
         model=model,
         device=device,
@@ -98,8 +118,11 @@ def replay(
         layout=layout,
         layers=layers,
         sequences=_names(sequences),
+        sites=sites,
         top_logprobs=top_logprobs,
     )
+    if summary["rank"]:
+        return 0  # rank 0 writes the tape, and speaks
     if as_json:
         _print_json(summary)
     else:
@@ -109,12 +132,56 @@ def replay(
     return 0
 
 
+def _reexecute(
+    tape: Path,
+    output: Path,
+    executor: str,
+    switches: tuple[str, ...],
+    model: str | None,
+    device: str | None,
+    *,
+    as_json: bool,
+) -> int:
+    context = click.get_current_context()
+    for name in _OF_SCORE:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = "--" + name.replace("_", "-")
+            raise UsageError(f"{option} is an option of mode score", hint="leave it out")
+    try:
+        from rolltape.replay.reexecute import reexecute
+        from rolltape.replay.reproduction import EXIT_STATUS
+
+        summary = reexecute(
+            tape, output, on=executor, switches=switches, model=model, device=device
+        )
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _TORCH_STACK:
+            raise
+        raise UsageError(
+            f"--on {executor} needs {error.name}", hint="pip install 'rolltape[replay]'"
+        ) from error
+    if as_json:
+        _print_json(summary)
+    else:
+        from rolltape.replay.reexecute_text import print_reexecution
+
+        print_reexecution(summary, tape, output)
+    return EXIT_STATUS[summary["verdict"]]
+
+
 @click.command(short_help="Compare two tapes token by token.")
 @click.argument("a", metavar="TAPE", type=click.Path(path_type=Path))
 @click.argument("b", metavar="TAPE2", type=click.Path(path_type=Path))
 @click.option("-o", "--output", metavar="REPORT", type=click.Path(path_type=Path),
               help="Write a report folder too; must not exist or be empty.")  # fmt: skip
-@click.option("--layers", is_flag=True, help="Compare recorded layer outputs too.")
+@click.option("--layers", is_flag=True,
+              help="Compare recorded tensors and sketches too: by site, and where they part "
+              "first.")  # fmt: skip
+@click.option("--floor", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
+              help="Noise floor of --layers: errors up to it are within-noise.")  # fmt: skip
+@click.option("--save-floor", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
+              help="TAPE and TAPE2 should agree (the same model in other batches): write how far "
+              "they do not as a noise floor.")  # fmt: skip
 @click.option("--sequences", metavar="ID,ID", help="Only these sequences, by their id in a tape.")
 @click.option("--scoring", metavar="WORD",
               help="Of TAPE2 only what a trainer scored as WORD: old, current, reference. TAPE and "
@@ -125,6 +192,8 @@ def diff(
     b: Path,
     output: Path | None,
     layers: bool,
+    floor: Path | None,
+    save_floor: Path | None,
     sequences: str | None,
     scoring: str | None,
     as_json: bool,
@@ -139,7 +208,9 @@ def diff(
     report = diff_tapes(
         open_tape(a),
         open_tape(b),
-        layers=layers,
+        layers=layers or floor is not None or save_floor is not None,
+        floor=floor,
+        save_floor=save_floor,
         sequences=_names(sequences),
         scoring=scoring,
         out=output,

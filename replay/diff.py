@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Names
 from pathlib import Path
 from typing import Any
 
 from rolltape.replay.activation_diff import SiteTally
 from rolltape.replay.align import Alignment, Pair, alignment_problems, select
+from rolltape.replay.front import Floor, floor_of, front_of
 from rolltape.replay.identity import (
     Problem,
     WeightUse,
@@ -66,7 +67,7 @@ EXIT_STATUS = {
     "not-run": 3,
 }
 
-_RECORD_LAYERS = "rolltape record --layers N, rolltape replay --layers N"
+_RECORD_LAYERS = "rolltape record --layers N or --sketches N, rolltape replay --layers N"
 
 
 def diff_tapes(
@@ -74,6 +75,8 @@ def diff_tapes(
     b: Tape,
     *,
     layers: bool = False,
+    floor: Path | None = None,
+    save_floor: Path | None = None,
     sequences: Names[str] | None = None,
     scoring: str | None = None,
     out: Path | None = None,
@@ -84,6 +87,8 @@ def diff_tapes(
         a: the reference side; d = log p_B - log p_A.
         b: the other side.
         layers: compare recorded activations too.
+        floor: file of a measured noise floor for them; see `rolltape.replay.front`.
+        save_floor: where to write their differences as a noise floor: the two sides should agree.
         sequences: ids (of either tape) to compare; all if None.
         scoring: of `b` only what a trainer scored for this purpose: old, current, reference.
             Both may then be one tape, which holds the rollouts and the trainer.
@@ -93,7 +98,8 @@ def diff_tapes(
         The object that `rolltape diff --json` prints (docs/diff.md), ready for JSON.
 
     Raises:
-        UsageError: a sequence that neither tape has, or a scoring that `b` does not have.
+        UsageError: a sequence that neither tape has, or a scoring that `b` does not have; a file
+            that is no noise floor; differences that can be none.
         TapeExistsError: there is something at `out`.
         TapeError: a tape cannot be read.
     """
@@ -102,12 +108,16 @@ def diff_tapes(
     if sequences is not None and scoring is not None:
         raise UsageError("sequences and scoring were both chosen", hint="choose one of them")
     alignment = select(a, b, sequences, scoring)
-    work = _Work(a, b, layers=layers)
+    work = _Work(a, b, layers=layers, floor=None if floor is None else Floor.load(floor))
     work.note(*alignment_problems(a, b, alignment))
     for pair in alignment.pairs:
         work.compare(pair)
     summary = {**work.summary(alignment), "scoring": scoring}
     plain: dict[str, Any] = jsonable(summary)
+    if save_floor is not None:
+        measured = {f"{_description(a)} against {_description(b)}": work.sites}
+        count = int(plain["compared"]["sequences"])
+        floor_of(measured, work.engines(), sequences=count).save(save_floor)
     if out is not None:
         write_report(
             out,
@@ -124,8 +134,8 @@ def diff_tapes(
 class _Work:
     """What one diff gathers on its way over the pairs."""
 
-    def __init__(self, a: Tape, b: Tape, *, layers: bool) -> None:
-        self.a, self.b, self.layers = a, b, layers
+    def __init__(self, a: Tape, b: Tape, *, layers: bool, floor: Floor | None = None) -> None:
+        self.a, self.b, self.layers, self.floor = a, b, layers, floor
         self.results: list[PairResult] = []
         self.routing = RoutingTally()
         self.sites = SiteTally()
@@ -288,14 +298,22 @@ class _Work:
             message = f"{masks:,} response tokens are masked on one side only; not compared"
             self.note(Problem("loss_mask", message, False, {"tokens": masks}))
 
+    def engines(self) -> list[Mapping[str, Any]]:
+        """Rows of `engines` of both sides."""
+        return [row for tape in (self.a, self.b) for row in tape.engines.values()]
+
     def _activations(self) -> dict[str, Any] | None:
         if not self.layers:
             return None
-        if self.sites.positions:
-            verdict = "divergent" if self.sites.differences else "identical"
-            return {"verdict": verdict, "sites": self.sites.summary()}
-        reason = self._lacking("activations") or "no site and position on both sides"
-        return {"verdict": "not-run", "reason": reason, "hint": _RECORD_LAYERS, "sites": []}
+        if not self.sites.positions:
+            reason = self._lacking("activations") or "no site and position on both sides"
+            return {"verdict": "not-run", "reason": reason, "hint": _RECORD_LAYERS, "sites": []}
+        floor = self.floor
+        unlike = floor.unlike(self.engines()) if floor is not None else []
+        found = front_of(self.sites, None if unlike else floor)
+        if unlike:
+            found["reason"] += f"; the noise floor is of another kind: {'; '.join(unlike)}"
+        return {**found, "sites": self.sites.summary()}
 
     def _lacking(self, table: str) -> str | None:
         sides = [s for s, t in (("a", self.a), ("b", self.b)) if not len(t.table(table))]
@@ -320,6 +338,10 @@ class _Work:
             if not self.layers:
                 found["activations"] = "not asked for (--layers)"
         return found
+
+
+def _description(tape: Tape) -> str:
+    return f"{tape.role} {tape.uuid[:8]}"
 
 
 def one_sided(a: Tape, b: Tape) -> Iterator[Problem]:

@@ -189,6 +189,8 @@ def _print_activations(console: Console, activations: dict[str, Any]) -> None:
         hint = activations["hint"]
         console.print(f"layers: not-run: {activations['reason']}; record with {hint}", markup=False)
         return
+    for line in _front(activations):
+        console.print(line, markup=False)
     table = Table(box=None, pad_edge=False)
     for name in ("site", "positions", "bitwise", "max |b-a|", "rel L2 mean", "(max)", "cosine min"):
         table.add_column(name, justify="left" if name == "site" else "right")
@@ -201,6 +203,39 @@ def _print_activations(console: Console, activations: dict[str, Any]) -> None:
             "-" if row["cosine_min"] is None else f"{row['cosine_min']:.6f}",
         )
     console.print(table)
+
+
+def _front(activations: dict[str, Any]) -> list[str]:
+    """The verdict on the sites, and where they part first."""
+    lines = [f"layers: {activations['verdict']}: {activations['reason']}"]
+    front, earliest = activations["front"], activations["earliest"]
+    if front is not None:
+        lines.append(f"front: {_at(front)}")
+        if earliest != front:
+            lines.append(f"earliest position: {_at(earliest)}")
+    floor = activations["floor"]
+    if floor is not None:
+        lines.append(
+            f"noise floor: {'; '.join(floor['executions'])}; {floor['sequences']:,} sequences, "
+            f"{floor['positions']:,} positions a site, times {floor['margin']:g}"
+        )
+    elif front is not None:
+        lines.append("no noise floor (--floor): every bit counts")
+    return lines
+
+
+def _at(place: dict[str, Any]) -> str:
+    numbers = [f"rel L2 {_number(place['rel_l2'])}"]
+    if place["max_abs"] is not None:
+        numbers.append(f"max |b-a| {_number(place['max_abs'])} in column {place['column']}")
+    else:
+        numbers.append("from sketches")
+    if place["non_finite"]:
+        numbers.append(f"{place['non_finite']:,} values not finite")
+    if place["threshold"] is not None:
+        numbers.append(f"noise up to {_number(place['threshold'])}")
+    where = f"{place['site']} of {place['sequence']} at position {place['position']}"
+    return f"{where}: {', '.join(numbers)}"
 
 
 def _print_problems(console: Console, label: str, problems: list[dict[str, Any]]) -> None:

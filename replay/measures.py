@@ -50,6 +50,43 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return same
 
 
+#: Dtypes by the size of their unit in the last place of 1, smallest first.
+_GRIDS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
+
+
+def coarser(a: str, b: str) -> str:
+    """The dtype, of two torch names, with fewer bits of mantissa; float32 for one not known."""
+    known = [name if name in _GRIDS and name != "float64" else "float32" for name in (a, b)]
+    return min(known, key=lambda name: _GRIDS[name])
+
+
+def ulp_distance(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
+    """How many representable numbers lie between two values: int64, 0 if they are the same number.
+
+    Args:
+        a: float32.
+        b: float32, same shape.
+        dtype: float32, float16 or bfloat16: whose numbers are counted; values are rounded to it.
+    """
+    first, second = (_ordered(np.ascontiguousarray(x, "<f4"), dtype) for x in (a, b))
+    distance: np.ndarray = np.abs(first - second)
+    return distance
+
+
+def _ordered(values: np.ndarray, dtype: str) -> np.ndarray:
+    """int64 that count up with the values; 0.0 and -0.0 are both 0."""
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            bits, sign = values.astype("<f2").view("<u2").astype(np.int64), 1 << 15
+    else:
+        bits, sign = values.view("<u4").astype(np.int64), 1 << 31
+        if dtype == "bfloat16":  # to the nearest, ties to even; NaN stays one
+            rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+            bits, sign = np.where(np.isnan(values), bits >> 16, rounded), 1 << 15
+    ordered: np.ndarray = np.where(bits >= sign, sign - bits, bits)
+    return ordered
+
+
 def bucket_of(response: np.ndarray) -> np.ndarray:
     """Index into `BUCKET_NAMES` of response positions; -1 for prompt positions."""
     bucket: np.ndarray = np.searchsorted(np.array(BUCKETS), response, side="right") - 1

@@ -13,6 +13,7 @@ from torch import nn
 from rolltape.recorder.digest import GroupDigest, group_digests, weights_digest
 from rolltape.recorder.facts import architecture, model_facts
 from rolltape.recorder.parts import parts_of_transformers
+from rolltape.replay.ranks import ALONE, Ranks, is_sharded
 from rolltape.store import ModelMismatchError, Tape, UsageError
 
 #: What has to agree before any weight is looked at.
@@ -55,14 +56,8 @@ def load_model(tape: Tape, *, model: str | None, device: str | None) -> tuple[nn
     from transformers import AutoConfig, AutoModelForCausalLM
 
     rows = list(tape.engines.values())
-    names = sorted({str(r["model"]) for r in rows if r["model"]})
-    if model is None and len(names) != 1:
-        found = f"{len(names)} models: {', '.join(names)}" if names else "no model"
-        raise UsageError(f"{tape.place} names {found}", hint="--model PATH")
-    name = model or _where(tape, names[0])
-    dtypes = {str(r["dtype"]) for r in rows if r["dtype"]}
-    if len(dtypes) > 1:
-        raise UsageError(f"{tape.place} has engines of dtypes {', '.join(sorted(dtypes))}")
+    name = model or model_of(tape)
+    dtype = dtype_of(tape)
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
         raise UsageError(f"model {name}: no such folder", hint="--model PATH of a checkpoint")
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,7 +69,7 @@ def load_model(tape: Tape, *, model: str | None, device: str | None) -> tuple[nn
             _compare(row, outline, _ARCHITECTURE, tape=tape, name=name)
         loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
             name,
-            dtype=getattr(torch, dtypes.pop()) if dtypes else "auto",
+            dtype=dtype or "auto",
             local_files_only=True,
         )
     except (OSError, ValueError) as error:
@@ -87,6 +82,31 @@ def load_model(tape: Tape, *, model: str | None, device: str | None) -> tuple[nn
         raise UsageError(f"device {place}: {reason}", hint="--device cpu") from error
 
 
+def model_of(tape: Tape) -> str:
+    """Path or name of the model that a tape was recorded with, as it can be loaded from here.
+
+    Raises:
+        UsageError: the tape names none, or several.
+    """
+    names = sorted({str(r["model"]) for r in tape.engines.values() if r["model"]})
+    if len(names) != 1:
+        found = f"{len(names)} models: {', '.join(names)}" if names else "no model"
+        raise UsageError(f"{tape.place} names {found}", hint="--model PATH")
+    return _where(tape, names[0])
+
+
+def dtype_of(tape: Tape) -> torch.dtype | None:
+    """The dtype that the engines of a tape ran in; None if none said so.
+
+    Raises:
+        UsageError: they ran in several.
+    """
+    dtypes = {str(r["dtype"]) for r in tape.engines.values() if r["dtype"]}
+    if len(dtypes) > 1:
+        raise UsageError(f"{tape.place} has engines of dtypes {', '.join(sorted(dtypes))}")
+    return getattr(torch, dtypes.pop()) if dtypes else None
+
+
 def _where(tape: Tape, name: str) -> str:
     """A relative folder is meant from where the job ran."""
     provenance = tape.header.get("provenance")
@@ -96,7 +116,9 @@ def _where(tape: Tape, name: str) -> str:
     return name
 
 
-def check_model(tape: Tape, model: nn.Module, engines: list[str], name: str) -> dict[str, Match]:
+def check_model(
+    tape: Tape, model: nn.Module, engines: list[str], name: str, *, ranks: Ranks = ALONE
+) -> dict[str, Match]:
     """Prove that a model is the one that the engines of a tape ran.
 
     Args:
@@ -104,9 +126,11 @@ def check_model(tape: Tape, model: nn.Module, engines: list[str], name: str) -> 
         model: in the dtype of the tape, before any switch.
         engines: of the sequences that are scored.
         name: of the model, for messages.
+        ranks: that hold the model together; all of them have to call it.
 
     Raises:
-        ModelMismatchError: naming the field and both values.
+        ModelMismatchError: naming the field and both values; or ranks that hold other weights.
+        UsageError: a sharded model and a tape that has no digest that shards add up to.
     """
     facts = model_facts(model, name)
     known: dict[bool, tuple[GroupDigest, ...]] = {}
@@ -119,7 +143,7 @@ def check_model(tape: Tape, model: nn.Module, engines: list[str], name: str) -> 
         _compare(row, facts, (*_ARCHITECTURE, "dtype"), tape=tape, name=name)
         grouped = _grouped(tape, engine)
         if grouped not in known:
-            known[grouped] = _digests(model, grouped)
+            known[grouped] = _digests(model, grouped, ranks)
         digests = known[grouped]
         version, versions = _version(tape, engine, digests[-1], name, warnings)
         out[engine] = Match(digests, version, versions, warnings)
@@ -132,9 +156,16 @@ def _grouped(tape: Tape, engine: str) -> bool:
     return not rows or any(r["group"] for r in rows)
 
 
-def _digests(model: nn.Module, grouped: bool) -> tuple[GroupDigest, ...]:
+def _digests(model: nn.Module, grouped: bool, ranks: Ranks) -> tuple[GroupDigest, ...]:
+    sharded = is_sharded(model)
     if grouped:
-        return tuple(group_digests(parts_of_transformers(model)))
+        rows = group_digests(parts_of_transformers(model))
+        return tuple(ranks.whole_model(rows, sharded=sharded))
+    if sharded:
+        raise UsageError(
+            "the tape is older than 1.2: a sharded model cannot be compared with its digest",
+            hint="give it a model that is not sharded",
+        )
     whole = weights_digest(model)
     return (
         GroupDigest(group="", value=whole.value, tensors=whole.tensors, elements=whole.elements),
@@ -177,3 +208,28 @@ def _version(
             hint="the checkpoint that the engine ran, in the same dtype",
         )
     return max(matching), versions
+
+
+def versions_of_model(
+    tape: Tape, model: nn.Module, engine: str, name: str
+) -> tuple[frozenset[int] | None, list[str]]:
+    """The weight versions of an engine that a model is, all of them.
+
+    Args:
+        tape: the recording.
+        model: in the dtype of the tape.
+        engine: uuid.
+        name: of the model, for messages.
+
+    Returns:
+        The versions, None if the tape has no digest to tell them by; and what is not verified.
+
+    Raises:
+        ModelMismatchError: it is none of them.
+    """
+    match = check_model(tape, model, [engine], name)[engine]
+    if match.version is None:
+        return None, match.warnings
+    digest = match.digests[-1].value
+    rows = [r for r in tape.rows("weights") if r["engine"] == engine and not r["group"]]
+    return frozenset(r["version"] for r in rows if r["digest"] == digest), match.warnings

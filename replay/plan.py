@@ -15,6 +15,8 @@ from rolltape.recorder.moe import find_moe_blocks
 from rolltape.replay.batches import Batch, Layout, check_separation, make_batches
 from rolltape.replay.forcing import Mode, self_test
 from rolltape.replay.models import Match, check_model
+from rolltape.replay.ranks import ALONE, Ranks, is_sharded
+from rolltape.replay.sites import select_sites, sites_of
 from rolltape.replay.switches import Switches
 from rolltape.store import Routes, Tape, TapeExistsError, UsageError, new_uuid
 from rolltape.store import Sequence as TapeSequence
@@ -48,7 +50,9 @@ class Options:
         tokens_per_batch: tokens of one forward, padding included.
         layers: keep the outputs of all decoder layers for so many sequences.
         sequences: ids of the sequences to keep layer outputs for, instead of the first ones.
+        sites: patterns of the sites to keep instead of layer outputs.
         transform_routes: changes the routes of each sequence before they are forced.
+        on: `transformers`, or the factory whose model it is.
     """
 
     switches: Switches
@@ -56,7 +60,9 @@ class Options:
     tokens_per_batch: int = 8192
     layers: int = 0
     sequences: Sequence[str] | None = None
+    sites: str | None = None
     transform_routes: RouteTransform | None = None
+    on: str = "transformers"
 
     @property
     def mode(self) -> Mode | None:
@@ -69,6 +75,7 @@ class Options:
             "switches": self.switches.as_dict(),
             "layout": self.layout,
             "tokens_per_batch": self.tokens_per_batch,
+            "on": self.on,
         }
 
 
@@ -81,6 +88,8 @@ class Run:
         matches: how the model belongs to each engine of the tape.
         engines: engine of the tape -> engine of the new tape.
         layer_keys: sequences whose layer outputs are kept.
+        ranks: that run the model together.
+        values: of several ranks: sequence -> hash of what was scored.
         warnings: for the summary.
         counts: for the summary.
     """
@@ -94,6 +103,8 @@ class Run:
     matches: dict[str, Match]
     engines: dict[str, str]
     layer_keys: frozenset[str]
+    ranks: Ranks = ALONE
+    values: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -153,7 +164,9 @@ def check_request(tape: Tape, out: Path, switches: Switches) -> None:
         )
 
 
-def prepare(tape: Tape, model: nn.Module, options: Options, *, name: str | None) -> Run:
+def prepare(
+    tape: Tape, model: nn.Module, options: Options, *, name: str | None, ranks: Ranks = ALONE
+) -> Run:
     """Choose the sequences and prove that the model is the tape's.
 
     Raises:
@@ -164,9 +177,14 @@ def prepare(tape: Tape, model: nn.Module, options: Options, *, name: str | None)
     if not any(s.length for s in whole):
         raise UsageError(f"{tape.place} has no sequence whose tokens are all known")
     engines = list(dict.fromkeys(s.key.engine for s in whole))
+    if options.sites is not None:
+        select_sites(sites_of(model), options.sites)
+        if not options.layers and not options.sequences:
+            raise UsageError("sites of which sequences?", hint="--sequences ID,ID or --layers N")
     config: Any = model.config
     name = name or getattr(config, "_name_or_path", None) or type(model).__name__
-    matches = check_model(tape, model, engines, name)
+    _check_sharded(model, options.switches)
+    matches = check_model(tape, model, engines, name, ranks=ranks)
     if options.mode is not None and not find_moe_blocks(model):
         raise UsageError(f"switch routing={options.mode}: {name} has no MoE block")
     chosen = whole[: max(0, options.layers)]
@@ -182,6 +200,7 @@ def prepare(tape: Tape, model: nn.Module, options: Options, *, name: str | None)
         matches=matches,
         engines={engine: new_uuid() for engine in engines},
         layer_keys=frozenset(s.key.text for s in chosen),
+        ranks=ranks,
     )
     if len(whole) < len(tape):
         run.warn(
@@ -218,6 +237,19 @@ def prove(run: Run, batches: list[Batch]) -> dict[str, Any] | None:
     enough = [size for size in sizes if size >= _SELF_TEST_TOKENS]
     chosen = batches[sizes.index(min(enough, default=max(sizes)))]
     return self_test(run.model, chosen.inputs(run.device), mode=run.options.mode)
+
+
+def _check_sharded(model: nn.Module, switches: Switches) -> None:
+    if not is_sharded(model):
+        return
+    for key in ("dtype", "lm_head", "router"):
+        value = getattr(switches, key)
+        if value != "model":
+            # the sharding keeps tensors of its own: other data in the parameters would not be used
+            raise UsageError(
+                f"switch {key}={value}: the weights of {type(model).__name__} are sharded",
+                hint="score with a model that is not sharded",
+            )
 
 
 def _check_tokens(run: Run) -> None:

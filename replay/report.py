@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rolltape.replay.activation_diff import SpanError
 from rolltape.replay.pair import COMPARED, MASKED, MISSING_A, MISSING_B, NON_FINITE, PairResult
+from rolltape.replay.site_errors import SpanError
 from rolltape.store import TapeWriter, create_report
 from rolltape.store.columns import Masked
 from rolltape.store.errors import TapeExistsError
@@ -64,6 +64,9 @@ def write_report(
                 "rel_l2": span.rel_l2,
                 "cosine": span.cosine,
                 "equal": span.equal,
+                "ulp": None if span.sketched else span.ulp,
+                "non_finite": span.non_finite,
+                "sketched": span.sketched,
             }
             writer.append("activations", _one(row))
 

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 
 from rolltape.recorder.facts import model_facts
@@ -24,6 +25,7 @@ from rolltape.recorder.provenance import provenance
 from rolltape.recorder.top import check_top
 from rolltape.replay.batches import Batch
 from rolltape.replay.conditions import applied
+from rolltape.replay.factory import build, check_output, load_factory
 from rolltape.replay.forcing import BlockChoice, RouteForcing
 from rolltape.replay.logprobs import Logprobs, Span, sampling_spans, score, unrecorded_supports
 from rolltape.replay.models import load_model
@@ -36,8 +38,9 @@ from rolltape.replay.plan import (
     prepare,
     prove,
 )
+from rolltape.replay.ranks import ALONE, Ranks, current, started
 from rolltape.replay.switches import Switches
-from rolltape.replay.tapes import LayerTap, ScoreWriter
+from rolltape.replay.tapes import LayerTap, ScoreWriter, SiteTap, tap_of
 from rolltape.store import Routes, Supports, Tape, TapeWriter, UsageError, create_tape, seal
 from rolltape.store import Sequence as TapeSequence
 from rolltape.store import open as open_tape
@@ -48,6 +51,7 @@ def replay(
     tape: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
+    on: str = "transformers",
     switches: Sequence[str] = (),
     model: str | None = None,
     device: str | None = None,
@@ -55,6 +59,7 @@ def replay(
     layout: str = "padded",
     layers: int = 0,
     sequences: Sequence[str] | None = None,
+    sites: str | None = None,
     top_logprobs: int = 0,
 ) -> dict[str, Any]:
     """Score a tape with the model that it names, and write the result as a new tape.
@@ -62,13 +67,16 @@ def replay(
     Args:
         tape: the recording.
         out: folder of the new tape.
+        on: `transformers`, or `package.module:factory`, see `rolltape.replay.factory`.
         switches: `KEY=VALUE`, see `rolltape.replay.switches.CHOICES`.
-        model: path of the model; by default as the tape names it.
+        model: path of the model; by default as the tape names it. Not with a factory.
         device: torch device; by default CUDA if there is one.
         tokens_per_batch: tokens of one forward, padding included.
         layout: `padded` or `packed`.
         layers: keep the outputs of all decoder layers for so many sequences.
         sequences: ids of the sequences to keep layer outputs for, instead of the first ones.
+        sites: keep the tensors of these sites instead of layer outputs: `layers.*.out,logits`, see
+            `rolltape.replay.sites`.
         top_logprobs: keep the so many most probable tokens of every position that is scored, with
             the mass of all others; of the raw distribution, in the table `distributions`.
 
@@ -76,7 +84,8 @@ def replay(
         The summary of `score_tape`.
 
     Raises:
-        UsageError: a request, switch or layout that tape or model cannot do.
+        UsageError: a request, switch or layout that tape or model cannot do, or a factory that
+            does not return such a model.
         ModelMismatchError: the model is not the one of the tape.
         ForcingError: the routes cannot be forced faithfully.
         TapeError: `tape` cannot be read, or `out` is there already.
@@ -84,12 +93,22 @@ def replay(
     """
     wanted = Switches.parse(switches)
     as_layout(layout)
+    factory = load_factory(on) if ":" in on else None
+    if factory is None and on != "transformers":
+        raise UsageError(f"--on {on}: no such executor", hint="transformers | package.module:name")
+    if factory is not None and model is not None:
+        raise UsageError(f"--model {model}: the factory chooses the model", hint="leave it out")
     source = open_tape(tape)
     check_request(source, _local(out), wanted)  # before a long load
     for row in source.engines.values():
         check_top(top_logprobs, row["vocab_size"] or top_logprobs)
-    loaded, name = load_model(source, model=model, device=device)
-    return score_tape(
+    before, ranks = started(), ALONE
+    if factory is None:
+        loaded, name = load_model(source, model=model, device=device)
+    else:
+        loaded, name = build(factory, source, on=on, device=device), None
+        ranks = current()
+    summary = score_tape(
         source,
         out,
         loaded,
@@ -99,8 +118,14 @@ def replay(
         layout=layout,
         layers=layers,
         sequences=sequences,
+        sites=sites,
         top_logprobs=top_logprobs,
+        on=on,
+        ranks=ranks,
     )
+    if started() and not before:
+        torch.distributed.destroy_process_group()  # its factory started it for this replay
+    return summary
 
 
 def score_tape(
@@ -114,8 +139,11 @@ def score_tape(
     layout: str = "padded",
     layers: int = 0,
     sequences: Sequence[str] | None = None,
+    sites: str | None = None,
     top_logprobs: int = 0,
     transform_routes: RouteTransform | None = None,
+    on: str = "transformers",
+    ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
     """Score a tape with a model that is loaded already, in the dtype of the tape.
 
@@ -131,13 +159,18 @@ def score_tape(
         layout: as in `replay`.
         layers: as in `replay`.
         sequences: as in `replay`.
+        sites: as in `replay`.
         top_logprobs: as in `replay`.
         transform_routes: changes the routes of each sequence before they are forced.
+        on: where the model comes from, as in `replay`.
+        ranks: that run the model together, see `rolltape.replay.ranks.current`. All of them have
+            to call this with the same arguments; rank 0 writes the tape.
 
     Returns:
         JSON-able: tape, parent, model, sequences, tokens (scored), forward_tokens, switches,
         layout, seconds, tokens_per_s (of forward_tokens), self_test (or "not-run"), forced
-        (decisions forced and left live, or None), weight_versions by engine, warnings.
+        (decisions forced and left live, or None), weight_versions by engine, on, rank, ranks,
+        warnings.
     """
     source = tape if isinstance(tape, Tape) else open_tape(tape)
     options = Options(
@@ -146,19 +179,29 @@ def score_tape(
         tokens_per_batch=tokens_per_batch,
         layers=layers,
         sequences=sequences,
+        sites=sites,
         transform_routes=transform_routes,
+        on=on,
     )
-    check_request(source, _local(out), options.switches)
-    run = prepare(source, model, options, name=model_name)
+    root = _local(out)
+    check_request(source, root, options.switches)
+    ranks.agree(_request(source, model, options, top_logprobs))
+    run = prepare(source, model, options, name=model_name, ranks=ranks)
     check_top(top_logprobs, int(model_facts(model)["vocab_size"]))
     start = time.perf_counter()
     with torch.no_grad(), applied(model, options.switches):
         batches = run.batches()
+        if on != "transformers" and batches:
+            shortest = min(batches, key=lambda batch: batch.tokens)
+            check_output(model, shortest, run.device, on=on)
         tested = prove(run, batches)
         facts = {**provenance(sys.argv), **options.as_dict(), "top_logprobs": top_logprobs}
-        root = create_tape(_local(out), role="trainer", parent=source.uuid, provenance=facts)
-        with _sealed(root), TapeWriter(root) as writer:
-            _score_all(run, batches, writer, top_logprobs)
+        if ranks.writes:
+            create_tape(root, role="trainer", parent=source.uuid, provenance=facts)
+            with _sealed(root), TapeWriter(root) as writer:
+                _score_all(run, batches, writer, top_logprobs)
+        else:
+            _score_all(run, batches, cast(TapeWriter, _Nowhere()), top_logprobs)
     return _summary(run, root, tested, time.perf_counter() - start)
 
 
@@ -179,6 +222,35 @@ def _sealed(root: Path) -> Iterator[None]:
     seal(root, status={"replay": "ok"})
 
 
+class _Nowhere:
+    """The writer of the ranks that write no tape."""
+
+    id = ""
+
+    def append(self, table: str, columns: Mapping[str, Any]) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+def _request(tape: Tape, model: nn.Module, options: Options, top: int) -> dict[str, Any]:
+    """What has to be the same on every rank, so that they run the same batches."""
+    keys = xxhash.xxh3_64("".join(f"{s.key.text}:{s.length};" for s in tape).encode())
+    return {
+        "tape": tape.uuid,
+        "sequences": f"{len(tape)} ({keys.hexdigest()})",
+        "model": type(model).__name__,
+        **{f"switch {key}": value for key, value in options.switches.as_dict().items()},
+        "layout": options.layout,
+        "tokens_per_batch": options.tokens_per_batch,
+        "layers": options.layers,
+        "layer outputs of": list(options.sequences or ()),
+        "sites": options.sites,
+        "top_logprobs": top,
+    }
+
+
 def _score_all(run: Run, batches: list[Batch], writer: TapeWriter, top: int) -> None:
     facts = model_facts(run.model, run.name)
     settings = {f"switch.{key}": value for key, value in run.options.switches.as_dict().items()}
@@ -194,15 +266,36 @@ def _score_all(run: Run, batches: list[Batch], writer: TapeWriter, top: int) -> 
         if find_moe_blocks(run.model):
             tap = RouteForcing(run.model, run.options.mode or "ids", capture=_keeper(choices))
             forcing = stack.enter_context(tap)
-        layer_tap = stack.enter_context(LayerTap(run.model))
+        layer_tap: LayerTap | SiteTap | None = None
+        if run.layer_keys:  # a model that nobody looks at runs without hooks
+            layer_tap = tap_of(run.model, run.options.sites)
+            stack.enter_context(layer_tap)
         for number, batch in enumerate(batches):
             choices.clear()
-            layer_tap.watch([p for p in batch.placed if p.sequence.key.text in run.layer_keys])
+            if layer_tap is not None:
+                watched = [p for p in batch.placed if p.sequence.key.text in run.layer_keys]
+                layer_tap.watch(watched, columns=batch.columns)
             _score_batch(run, number, batch, forcing, choices, output, best)
-            output.activations(layer_tap.taken())
+            if layer_tap is not None:
+                output.activations(layer_tap.taken())
             output.closed([p.sequence for p in batch.placed])
             writer.flush()
+        if layer_tap is not None and layer_tap.unseen():
+            run.warn(f"sites that never passed by: {', '.join(layer_tap.unseen())}")
     output.closed([s for s in run.sequences if not s.length])
+    _compare_ranks(run)
+
+
+def _compare_ranks(run: Run) -> None:
+    first, *others = run.ranks.gather(run.values)
+    for rank, other in enumerate(others, 1):
+        differ = sum(value != other.get(key) for key, value in first.items())
+        if differ:
+            run.warn(
+                f"rank {rank} computed other values than rank 0 for {differ} of {len(first)} "
+                "sequences: kernels that are not deterministic, or another state of the model; "
+                "the tape holds those of rank 0"
+            )
 
 
 def _keeper(choices: list[BlockChoice]) -> Callable[[BlockChoice], None]:
@@ -267,6 +360,10 @@ def _score_sequence(
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     found = score(logits, sequence, spans, supports, dtype=dtype, top=best.k)
     run.count(tokens=int(found.raw.valid.sum()), outside=found.outside)
+    if run.ranks.size > 1:
+        columns = (found.raw, found.scaled, found.processed)
+        bits = b"".join(column.values.tobytes() for column in columns)
+        run.values[sequence.key.text] = xxhash.xxh3_64_intdigest(bits)
     output.tokens(sequence, spans, found, switches)
     best.write(sequence, spans, found)
     if supports is not None:
@@ -358,5 +455,8 @@ def _summary(run: Run, root: Path, tested: dict[str, Any] | None, seconds: float
             engine[:8]: {"scored": m.version, "recorded": list(m.versions)}
             for engine, m in run.matches.items()
         },
+        "on": run.options.on,
+        "rank": run.ranks.rank,
+        "ranks": run.ranks.size,
         "warnings": run.warnings,
     }

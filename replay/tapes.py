@@ -1,4 +1,4 @@
-"""Rows of a scored tape, and the tap on the outputs of decoder layers."""
+"""Rows of a scored tape, and the taps on the sites that are kept in it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from rolltape.replay.batches import Batch, Placed
 from rolltape.replay.forcing import BlockChoice
 from rolltape.replay.logprobs import Logprobs, Span
 from rolltape.replay.switches import Switches
+from rolltape.replay.taps import Span as RowSpan
+from rolltape.replay.taps import Taps
 from rolltape.store import Masked, Supports, TapeWriter, codecs, token_digest
 from rolltape.store import Sequence as TapeSequence
 
@@ -239,7 +241,10 @@ class ScoreWriter:
 
 
 class LayerTap:
-    """Keeps the outputs of all decoder layers for the sequences that are watched."""
+    """Keeps the outputs of all decoder layers for the sequences that are watched.
+
+    Layers are found by structure, so that it needs no map of sites.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = decoder_layers(model)
@@ -264,7 +269,7 @@ class LayerTap:
         while self._handles:
             self._handles.pop().remove()
 
-    def watch(self, placed: Sequence[Placed]) -> None:
+    def watch(self, placed: Sequence[Placed], *, columns: int) -> None:
         """Sequences of the next forward to keep."""
         self._watched = placed
 
@@ -272,6 +277,50 @@ class LayerTap:
         """What was kept since the last call."""
         taken, self._taken = self._taken, []
         return taken
+
+    def unseen(self) -> list[str]:
+        """Nothing: which layers run is the model's."""
+        return []
+
+
+class SiteTap:
+    """Keeps chosen sites for the sequences that are watched."""
+
+    def __init__(self, model: nn.Module, sites: str) -> None:
+        self._taps = Taps(model, sites)
+        self._unseen = set(self._taps.places)
+        self._sequences: dict[str, TapeSequence] = {}
+
+    def __enter__(self) -> SiteTap:
+        self._taps.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._taps.__exit__(*error)
+
+    def watch(self, placed: Sequence[Placed], *, columns: int) -> None:
+        """Sequences of the next forward to keep."""
+        self._sequences = {p.sequence.key.text: p.sequence for p in placed}
+        spans = [
+            RowSpan(key=p.sequence.key.text, row=p.row, column=p.column, n=p.sequence.length)
+            for p in placed
+        ]
+        self._taps.watch(spans, columns=columns)
+
+    def taken(self) -> list[tuple[TapeSequence, str, torch.Tensor]]:
+        """What was kept since the last call."""
+        taken = self._taps.taken()
+        self._unseen.difference_update(t.site for t in taken)
+        return [(self._sequences[str(t.span.key)], t.site, t.values) for t in taken]
+
+    def unseen(self) -> list[str]:
+        """Sites that were asked for and never passed by."""
+        return [site for site in self._taps.places if site in self._unseen]
+
+
+def tap_of(model: nn.Module, sites: str | None) -> LayerTap | SiteTap:
+    """The tap on these sites; None is the output of every layer."""
+    return LayerTap(model) if sites is None else SiteTap(model, sites)
 
 
 def _site(layer: int) -> str:

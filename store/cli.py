@@ -291,6 +291,9 @@ def _coverage_lines(coverage: dict[str, Any]) -> Iterator[str]:
     top = coverage["distributions"]
     if top:
         yield f"top logprobs {top['k']} a position, {top['positions']:,} positions"
+    sketched = coverage.get("sketches")
+    if sketched:
+        yield f"sketches    {len(sketched)} sites, {sum(sketched.values()):,} positions"
     sites = coverage["activations"]
     if sites:
         yield f"activations {len(sites)} sites, {sum(sites.values()):,} positions"

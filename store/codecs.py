@@ -12,6 +12,10 @@ from rolltape.store.errors import SchemaError
 
 MAX_EXPERTS = 65_535
 
+#: Projections of a sketch, see `rolltape.recorder.sketch`.
+SKETCH_PROJECTIONS = 16
+SKETCH = "sketch1"
+
 
 def route_dtype(num_experts: int) -> np.dtype:
     """Narrowest little-endian unsigned dtype that holds ids 0..num_experts-1.
@@ -138,6 +142,22 @@ def decode_floats(data: bytes, shape: tuple[int, ...], *, field: str) -> np.ndar
     _check_size(field, data, 4 * int(np.prod(shape, dtype=np.int64)))
     planes = np.frombuffer(data, dtype="<f4").reshape(*shape[1:], shape[0])
     return np.ascontiguousarray(np.moveaxis(planes, -1, 0))
+
+
+def encode_sketch(hashes: np.ndarray, projections: np.ndarray) -> bytes:
+    """uint64 hashes [n] and float32 projections [n, K] of a span of rows: hashes come first."""
+    return np.asarray(hashes, "<u8").tobytes() + encode_floats(projections)
+
+
+def decode_sketch(data: bytes, n: int, *, field: str) -> tuple[np.ndarray, np.ndarray]:
+    """Inverse of `encode_sketch`.
+
+    Raises:
+        SchemaError: the bytes are not those of n rows.
+    """
+    _check_size(field, data, n * (8 + 4 * SKETCH_PROJECTIONS))
+    hashes = np.frombuffer(data[: 8 * n], "<u8")
+    return hashes, decode_floats(data[8 * n :], (n, SKETCH_PROJECTIONS), field=field)
 
 
 def encode_bits(valid: np.ndarray) -> bytes | None:

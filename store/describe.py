@@ -56,7 +56,8 @@ def describe_tape(tape: Tape) -> dict[str, Any]:
         "routes": _route_coverage(tape),
         "supports": _support_coverage(tape, facts, response),
         "distributions": _distribution_coverage(tape),
-        "activations": _activation_coverage(tape),
+        "activations": _activation_coverage(tape, None),
+        "sketches": _activation_coverage(tape, codecs.SKETCH),
     }
     tables = describe_tables(tape, TAPE_TABLES)
     broken = seal_problems(tape.place, tape.seal)
@@ -241,11 +242,12 @@ def _distribution_coverage(tape: Tape) -> dict[str, int]:
     return {"positions": positions, "k": k} if positions else {}
 
 
-def _activation_coverage(tape: Tape) -> dict[str, int]:
+def _activation_coverage(tape: Tape, encoding: str | None) -> dict[str, int]:
     counts: Counter[str] = Counter()
-    for _, _, batch in tape.batches("activations", ["site", "n"]):
+    for _, _, batch in tape.batches("activations", ["site", "n", "encoding"]):
         for row in batch.to_pylist():
-            counts[row["site"]] += row["n"]
+            if row["encoding"] == encoding:
+                counts[row["site"]] += row["n"]
     return dict(counts)
 
 

@@ -95,6 +95,8 @@ def _differing(a: Sequence, b: Sequence, *, sets: bool) -> Iterator[str]:
         yield "distributions"
     if not _same_activations(a.activations(), b.activations()):
         yield "activations"
+    if _sketch_bits(a.sketches()) != _sketch_bits(b.sketches()):
+        yield "sketches"
     if _exact(a.annotations) != _exact(b.annotations):
         yield "annotations"
 
@@ -196,6 +198,15 @@ def _same_activations(a: dict[str, Any], b: dict[str, Any]) -> bool:
             if (start, dtype) != (begin, kind) or not np.array_equal(_bits(left), _bits(right)):
                 return False
     return True
+
+
+def _sketch_bits(found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        site: [
+            (s.start, s.dtype, s.width, s.hashes.tobytes(), s.projections.tobytes()) for s in spans
+        ]
+        for site, spans in found.items()
+    }
 
 
 def _exact(facts: Mapping[str, float | str | None]) -> dict[str, Any]:

@@ -367,6 +367,7 @@ def _join_problem(sequence: Sequence, *, partial: bool) -> str | None:
             return "ids of a kept set do not ascend"
     sequence.distributions()
     sequence.activations()
+    sequence.sketches()
     return None
 
 

@@ -241,6 +241,7 @@ TAPE_TABLES: dict[str, pa.Schema] = {
             pa.field("dtype", pa.string(), nullable=False),  # torch dtype name of the values
             pa.field("width", pa.int32(), nullable=False),
             pa.field("data", pa.binary()),  # float32 [n, width], exact for every float dtype kept
+            pa.field("encoding", pa.string()),  # null: the tensor; sketch1: rolltape.store.codecs
         ]
     ),
     "events": pa.schema(
@@ -383,6 +384,9 @@ REPORT_TABLES: dict[str, pa.Schema] = {
             pa.field("rel_l2", _F32S),
             pa.field("cosine", _F32S),
             pa.field("equal", pa.list_(pa.bool_())),  # bitwise, per position
+            pa.field("ulp", pa.list_(pa.int64())),  # largest distance in the row
+            pa.field("non_finite", pa.list_(pa.int32())),  # values whose difference is not finite
+            pa.field("sketched", pa.bool_()),  # rel_l2 is estimated from sketches
         ]
     ),
 }

@@ -31,6 +31,7 @@ from rolltape.store.routes import Routes, join_routes, overlap
 from rolltape.store.scan import Rows
 from rolltape.store.schema import TAPE_TABLES
 from rolltape.store.shards import COMPACTING
+from rolltape.store.sketches import Sketched, read_sketches
 from rolltape.store.supports import Supports, join_supports
 from rolltape.store.tape import TAPE_HEADER, Folder
 
@@ -206,7 +207,7 @@ class Sequence:
     def activations(self) -> dict[str, list[tuple[int, str, np.ndarray]]]:
         """Per site the recorded spans: (start, dtype name, float32 [n, width])."""
         out: dict[str, list[tuple[int, str, np.ndarray]]] = {}
-        rows = self._rows("activations")
+        rows = (row for row in self._rows("activations") if row["encoding"] is None)
         for row in sorted(rows, key=lambda row: int(row["start"])):
             shape, left = (row["n"], row["width"]), self.length - row["start"]
             if left <= 0 < row["n"]:
@@ -214,6 +215,10 @@ class Sequence:
             data = codecs.decode_floats(row["data"], shape, field=f"activations.data of {self.id}")
             out.setdefault(row["site"], []).append((row["start"], row["dtype"], data[:left]))
         return out
+
+    def sketches(self) -> dict[str, list[Sketched]]:
+        """Per site the spans of which sketches were recorded, see `rolltape.recorder.sketch`."""
+        return read_sketches(self._rows("activations"), self.length, self.id)
 
     @cached_property
     def annotations(self) -> dict[str, float | str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from rolltape.recorder.sketch import sketch
 from rolltape.store import Tape, TapeWriter, codecs, create_tape, seal, token_digest
 from rolltape.store import open as open_tape
 from rolltape.store.columns import Masked
@@ -63,6 +64,7 @@ class Sample:
     live: RouteBlock | None = None
     kept: list[np.ndarray | None] | None = None  # None at a position: full
     activations: dict[str, np.ndarray] = field(default_factory=dict)
+    sketched: frozenset[str] = frozenset()  # sites of which sketches are written, no tensors
 
     @property
     def length(self) -> int:
@@ -309,6 +311,7 @@ def _write_span(writer: TapeWriter, engine: str, sample: Sample, span: slice) ->
             },
         )  # fmt: skip
     for site, values in sample.activations.items():
+        sketched = site in sample.sketched
         writer.append(
             "activations",
             {
@@ -316,7 +319,10 @@ def _write_span(writer: TapeWriter, engine: str, sample: Sample, span: slice) ->
                 "site": site,
                 "dtype": "float32",
                 "width": values.shape[1],
-                "data": codecs.encode_floats(values[span]),
+                "encoding": codecs.SKETCH if sketched else None,
+                "data": codecs.encode_sketch(*sketch(values[span]))
+                if sketched
+                else codecs.encode_floats(values[span]),
             },
         )
     if sample.version is not None:

@@ -7,13 +7,15 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rolltape.recorder.serving.batch import Life, Roster, Step
 from rolltape.recorder.serving.scribe import Scribe
-from rolltape.recorder.serving.scribe_process import ScribeProcess
+from rolltape.recorder.serving.scribe_process import ScribeInPlace, ScribeProcess, can_start
+from rolltape.recorder.serving.wire import Block, pack, travelling
 from rolltape.recorder.session import Session
 from rolltape.store import TapeWriter
 
@@ -36,12 +38,17 @@ class Blocks:
     def __init__(self, session: Session, roster: Roster, scribe: Scribe, owner: object) -> None:
         self._session, self._roster = session, roster
         self._engine, self._rank = scribe.engine, scribe.rank
-        self._process = ScribeProcess(session.tape, session.options, scribe)
+        self._process = ScribeProcess(session, scribe) if can_start() else None
+        self._here = ScribeInPlace(scribe)
         self._lock = threading.Lock()
         self._steps: list[Step] = []
-        self._new: list[Life] = []
         self._ended: list[Life] = []
         self._bytes, self._since = 0, 0.0
+        # what the process has to be told with the next block that reaches it
+        self._number = 0
+        self._unmet: list[Life] = []
+        self._left: list[tuple[int, int]] = []  # (number of the block, index of a life)
+        self._lost = False
         self._over = threading.Event()
         session.flushers.append(self.flush)
         session.committers.append(self._commit)
@@ -67,27 +74,61 @@ class Blocks:
         with self._lock:
             self._ended.append(life)
 
+    def lose(self) -> None:
+        """A step ran that is not added."""
+        self.flush()
+        with self._lock:
+            self._lost = True
+
     def flush(self) -> None:
         """Hand over the steps so far."""
         with self._lock:
             steps, self._steps = self._steps, []
             size, self._bytes = self._bytes, 0
             ended, self._ended = self._ended, []
-            new = self._new + self._roster.take_new()
-            if not steps and not ended:
-                self._new = new
+            new = self._roster.take_new()
+            if self._session.dead:
+                self._unmet.clear()
+                self._left.clear()
                 return
-
-            def job(writer: TapeWriter) -> None:
-                for step in steps:
-                    if step.ready is not None:
-                        step.ready.synchronize()
-                self._process.write(steps, new, ended)
-
-            kept = self._session.put(job, nbytes=size, gap=self._gaps(steps))
-            self._new = [] if kept else new  # the process has not heard of them
+            self._number = number = self._number + 1
+            self._unmet += new
+            self._left += [(number, life.index) for life in ended]
+            if not steps and not ended:
+                return
+            gaps = self._gaps(steps)
             for life in ended:
                 self._roster.forget(life)
+            job = partial(self._write, steps=steps, number=number)
+            if not self._session.put(job, nbytes=size, gap=gaps):
+                self._lost = True
+
+    def _write(self, writer: TapeWriter, *, steps: list[Step], number: int) -> None:
+        """Runs in the writer thread."""
+        try:
+            for step in steps:
+                if step.ready is not None:
+                    step.ready.synchronize()
+            packed = pack(steps) if steps else None
+        except Exception:
+            with self._lock:
+                self._lost = True
+            raise
+        with self._lock:
+            new, self._unmet = self._unmet, []
+            ended = [life for block, life in self._left if block <= number]
+            self._left = [item for item in self._left if item[0] > number]
+            lost, self._lost = self._lost, False
+        block = Block(steps=packed, new=travelling(new), ended=ended, lost=lost)
+        try:
+            if self._process is None:
+                self._here.write(writer, block)
+            else:
+                self._process.write(block)
+        except Exception:
+            with self._lock:
+                self._lost = True
+            raise
 
     def close(self) -> None:
         """There will be no more steps."""
@@ -97,18 +138,21 @@ class Blocks:
             self._session.committers.remove(self._commit)
             self._session.before_close.remove(self.close)
         self.flush()
-        self._session.put(lambda writer: self._process.close(), nbytes=0, gap=[])
+        if self._process is not None:
+            close = self._process.close
+            self._session.put(lambda writer: close(), nbytes=0, gap=[])
 
     def _commit(self, writer: TapeWriter) -> None:
-        self._process.commit()
+        if self._process is not None:
+            self._process.commit()
 
     def _watch(self, owner: weakref.ref[object]) -> None:
         while owner() is not None:
             if self._over.wait(BLOCK_SECONDS / 2):
                 return
             if self._steps and time.monotonic() - self._since >= BLOCK_SECONDS:
-                self._session.safely("flush", self.flush)
-        self._session.safely("flush", self.close)
+                self._session.always("flush", self.flush)
+        self._session.always("flush", self.close)
 
     def _gaps(self, steps: Sequence[Step]) -> list[dict[str, Any]]:
         """What is missing if a block is dropped: a row a life for the `events` table."""

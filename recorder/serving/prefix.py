@@ -65,6 +65,10 @@ class Prefix:
         """What has been recorded of a life."""
         return self._histories.setdefault(life, History())
 
+    def lose(self) -> None:
+        """Nobody knows any more who filled a block."""
+        self._owners.clear()
+
     def forget(self, life: int) -> None:
         """The life is over; what it filled stays known as long as the blocks are its."""
         self._histories.pop(life, None)

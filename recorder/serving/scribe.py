@@ -77,6 +77,11 @@ class Scribe:
             if self.prefix is not None:
                 self.prefix.forget(index)
 
+    def lose(self) -> None:
+        """Steps are missing: they may have filled any KV block."""
+        if self.prefix is not None:
+            self.prefix.lose()
+
     def write(self, writer: TapeWriter, steps: Sequence[Step]) -> None:
         """Write a block of steps.
 

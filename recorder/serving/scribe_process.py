@@ -13,26 +13,27 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import select
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
 
-from rolltape.recorder.options import TAPE_VARIABLE, Options
-from rolltape.recorder.serving.batch import Life, Step
+from rolltape.recorder.options import TAPE_VARIABLE
 from rolltape.recorder.serving.scribe import Scribe
-from rolltape.recorder.serving.wire import pack, receive, send, travelling, unpack
-from rolltape.recorder.session import FATAL, PUT_SECONDS, open_writer
+from rolltape.recorder.serving.wire import Block, readable, receive, send
+from rolltape.recorder.session import CPUS, FATAL, PUT_SECONDS, Session, open_writer
 from rolltape.store import TapeWriter
 
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from rolltape.recorder.serving.scribe_process import main; main(int(sys.argv[1]))"
-)
+_START = """
+import signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+import json
+sys.path[:] = json.loads(sys.argv[3])
+from rolltape.recorder.serving.scribe_process import main
+main(int(sys.argv[1]), int(sys.argv[2]))
+"""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
@@ -40,50 +41,49 @@ class ScribeProcess:
     """The engine's end. Only the writer thread of a session calls it.
 
     Args:
-        tape: folder or URL of the tape.
-        options: of the recording.
+        session: whose tape is written.
         scribe: one that has not written anything; the process goes on with a copy.
 
     The process starts with the first message and ends when it is told to or when this one is gone.
     """
 
-    def __init__(self, tape: str | os.PathLike[str], options: Options, scribe: Scribe) -> None:
-        self._hello = os.fspath(tape), options, scribe
+    def __init__(self, session: Session, scribe: Scribe) -> None:
+        self._session = session
+        self._hello = os.fspath(session.tape), session.options, scribe, sorted(CPUS)
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
-    def write(self, steps: Sequence[Step], new: Sequence[Life], ended: Sequence[Life]) -> None:
+    def write(self, message: Block) -> None:
         """Have a block written.
-
-        Args:
-            steps: whose tensors are there.
-            new: lives that the process does not know yet.
-            ended: lives that no later step speaks of.
 
         Raises:
             OSError: the process is gone.
-            RolltapeError: whatever writing them raised there.
+            RolltapeError: whatever writing it raised there.
         """
-        block = pack(steps) if steps else None
-        self._ask(("write", travelling(new), [life.index for life in ended], block))
+        self._ask(message)
 
     def commit(self) -> None:
         """In an object store, put what there is."""
         if self._socket is not None:
-            self._ask(("commit",))
+            self._ask("commit")
 
     def close(self) -> None:
         """Have the shards finished, and wait until the process has ended."""
         if self._socket is not None:
             try:
-                self._ask(("close",))
+                self._ask("close")
             finally:
                 self._hang_up()
 
-    def _ask(self, message: tuple[Any, ...]) -> None:
+    def _ask(self, message: Block | str) -> None:
         try:
             to = self._socket or self._start()
             send(to, message)
+            hurried = False
+            while not readable(to, 1.0):
+                if not hurried and self._session.hurried:
+                    send(to, "hurry")
+                    hurried = True
             error = receive(to)
         except (OSError, EOFError) as gone:
             self._hang_up()
@@ -97,11 +97,18 @@ class ScribeProcess:
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)]
+            numbers = [str(theirs.fileno()), str(os.getpid())]
+            # isolated: what lies in the job's folder is not for us
+            command = [sys.executable, "-I", "-c", _START, *numbers, json.dumps(_search_path())]
             env = {**os.environ, **_ONE_THREAD}
             env.pop(TAPE_VARIABLE, None)  # it is no process of the job
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,  # what a terminal sends to the job is not for it
             )
         self._socket = ours
         send(ours, self._hello)
@@ -112,43 +119,75 @@ class ScribeProcess:
             self._socket.close()
             self._socket = None
         if self._process is not None:
-            self._process.wait()
+            try:
+                self._process.wait(PUT_SECONDS)
+            except subprocess.TimeoutExpired:  # a store or disk that does not answer
+                self._process.kill()
             self._process = None
 
 
-def main(descriptor: int) -> None:
+def _search_path() -> list[str]:
+    """Where this process imports from; "" is the folder that it is in now."""
+    path = [os.fspath(entry) for entry in sys.path]
+    try:
+        return [entry or os.getcwd() for entry in path]
+    except OSError:  # that folder is gone
+        return [entry for entry in path if entry]
+
+
+class ScribeInPlace:
+    """The same without a process, for an interpreter that cannot be started again.
+
+    Args:
+        scribe: how rows are written.
+    """
+
+    def __init__(self, scribe: Scribe) -> None:
+        self._scribe = scribe
+
+    def write(self, writer: TapeWriter, message: Block) -> None:
+        """Write a block; raises what that raises."""
+        message.write(writer, self._scribe)
+
+
+def can_start() -> bool:
+    """Whether this interpreter can be started again."""
+    return bool(sys.executable) and not getattr(sys, "frozen", False)
+
+
+def main(descriptor: int, engine: int) -> None:
     """The process: answers each message with None or an exception.
 
     Args:
         descriptor: of its end of a socket pair.
+        engine: process id of the other end.
     """
-    # it ends with the engine, not with what ends the engine: there may be rows to write
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    if hasattr(os, "sched_setaffinity"):  # engines bind the thread that we were started from
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    engine = os.getppid()
+    source = socket.socket(fileno=descriptor)
     end = float("inf")
 
     def give_up() -> bool:
-        """A store that does not answer is not waited for long once the engine is gone."""
+        """A store that does not answer is not waited for long once the recording ends."""
         nonlocal end
-        if os.getppid() != engine:
+        # while a message is being answered, the only other one says to hurry
+        if os.getppid() != engine or readable(source, 0):
             end = min(end, time.monotonic() + PUT_SECONDS)
         return time.monotonic() >= end
 
-    source = socket.socket(fileno=descriptor)
-    tape, options, scribe = receive(source)
     writer: TapeWriter | None = None
     try:
+        tape, options, scribe, cpus = receive(source)
+        with suppress(OSError, AttributeError):  # engines bind the thread that started us
+            os.sched_setaffinity(0, cpus)
         while True:
             # a fork of the engine may hold its end of the socket open: ask for the engine itself
-            while not select.select([source], [], [], 1.0)[0]:
+            while not readable(source, 1.0):
                 if writer is not None and writer.waiting:
                     writer.flush()
                 if os.getppid() != engine:
                     return
             message = receive(source)
+            if message == "hurry":  # it came when the answer was on its way
+                continue
             try:
                 if writer is None:
                     writer = open_writer(tape, options, give_up)
@@ -157,36 +196,38 @@ def main(descriptor: int) -> None:
             except Exception as error:
                 answer = _sendable(error)
             send(source, answer)
-            if message[0] == "close" or isinstance(answer, FATAL):
+            if isinstance(answer, FATAL):
+                _finish(writer, quiet=True)
+                writer = None
+                return
+            if message == "close":
+                writer = None
                 return
     except (EOFError, OSError):
         return  # the engine is gone
     finally:
-        if writer is not None:
-            _finish(writer)
+        _finish(writer)
 
 
-def _answer(writer: TapeWriter, scribe: Scribe, message: tuple[Any, ...]) -> None:
-    match message:
-        case ("write", new, ended, block):
-            scribe.meet(new)
-            try:
-                if block is not None:
-                    scribe.write(writer, unpack(block))
-                writer.flush()
-            finally:
-                scribe.forget(ended)
-        case ("commit",):
-            writer.commit()
-        case ("close",):
-            writer.close()
+def _answer(writer: TapeWriter, scribe: Scribe, message: Block | str) -> None:
+    if isinstance(message, Block):
+        message.write(writer, scribe)
+        writer.flush()
+    elif message == "commit":
+        writer.commit()
+    else:
+        writer.close()
 
 
-def _finish(writer: TapeWriter) -> None:
+def _finish(writer: TapeWriter | None, *, quiet: bool = False) -> None:
+    if writer is None:
+        return
     try:
         writer.close()
-    except Exception as error:  # the engine has been told when it was written
-        print(f"rolltape: the end of the recording could not be written: {error}", file=sys.stderr)
+    except Exception as error:
+        if not quiet:
+            text = f"rolltape: the end of the recording could not be written: {error}"
+            print(text, file=sys.stderr)
         writer.abandon()
 
 

@@ -7,6 +7,7 @@ touched here: they leave in one call, from where the device put them, and arrive
 from __future__ import annotations
 
 import pickle
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from rolltape.recorder.serving.batch import Life, Rows, Step
+from rolltape.recorder.serving.scribe import Scribe
+from rolltape.store import TapeWriter
 
 _ROWS = ("life", "start", "n", "drafted", "samples", "prompt", "seen", "cached")
 #: The kernel takes no more pieces in one call.
@@ -72,9 +75,44 @@ def _no_rows() -> Rows:
     return Rows(**dict.fromkeys(_ROWS, none))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What the process that writes the rows is told at a time.
+
+    Args:
+        steps: what ran; None if nothing did.
+        new: lives that it does not know yet.
+        ended: indices of lives that no later step speaks of.
+        lost: whether steps before these are missing: then nobody knows who filled a KV block.
+    """
+
+    steps: Packed | None
+    new: list[Life]
+    ended: list[int]
+    lost: bool = False
+
+    def write(self, writer: TapeWriter, scribe: Scribe) -> None:
+        """Write its rows; what is known of lives is brought up to date even if that fails."""
+        scribe.meet(self.new)
+        if self.lost:
+            scribe.lose()
+        try:
+            if self.steps is not None:
+                scribe.write(writer, unpack(self.steps))
+        finally:
+            scribe.forget(self.ended)
+
+
 def travelling(lives: Sequence[Life]) -> list[Life]:
     """Lives as they are sent: their KV blocks come with each step that asks for them."""
     return [replace(life, blocks=[]) for life in lives]
+
+
+def readable(source: socket.socket, seconds: float) -> bool:
+    """Whether something can be received, or the other side is gone, within so many seconds."""
+    poll = select.poll()  # `select` takes no descriptor above 1023
+    poll.register(source, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def send(to: socket.socket, message: Any) -> None:

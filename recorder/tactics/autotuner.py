@@ -231,13 +231,13 @@ class _Observer:
         new: dict[Any, Entry],
     ) -> Tactic:
         runner, tactic = type(answer[0]).__name__, answer[1]
-        bucket = _bucket(tuner, config, shapes)
+        profile = profile_of(tuner, config, shapes)
         found, source = None, "fallback" if _is_fallback(tactic) else "cached"
-        for at, value, selection in _values(tuner) if bucket is not None else ():
+        for at, value, selection in _values(tuner) if profile is not None else ():
             entry = parse(at[1], value, selection)
             if (
                 entry is not None
-                and (entry.op, entry.runner, entry.profile) == (op, runner, bucket)
+                and (entry.op, entry.runner, entry.profile) == (op, runner, profile)
                 and bool(entry.tactic == tactic)
             ):
                 found, source = entry, "chosen" if at in new else "cached"
@@ -309,7 +309,7 @@ def _values(tuner: Any) -> Iterator[tuple[Any, Any, Any]]:
             yield at, value, selections.get(at)
 
 
-def _bucket(tuner: Any, config: Any, shapes: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def profile_of(tuner: Any, config: Any, shapes: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The profile that the tuner looks these shapes up by, by its own function; None: unknown."""
     find = getattr(tuner, "_find_nearest_profile", None)
     if find is None or config is None:

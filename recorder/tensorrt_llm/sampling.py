@@ -17,7 +17,20 @@ _PENALTIES = {
     "frequency_penalty": 0.0,
     "no_repeat_ngram_size": 0,
 }
-_OTHER = ("n", "best_of", "use_beam_search", "max_tokens", "min_tokens", "logprobs")
+_OTHER = (
+    "n",
+    "best_of",
+    "use_beam_search",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "return_context_logits",
+    "end_id",
+    "ignore_eos",
+    "stop",
+    "stop_token_ids",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -221,6 +221,7 @@ class Recorder:
         if self.session.faults.get(name, 0) >= MAX_FAULTS:
             detail["reason"] += " for the last time: this hook is not called again"
         self.session.event("gap", engine=self.engine, detail=detail)
+        self.blocks.lose()
 
     @property
     def rows(self) -> Rows | None:
@@ -414,6 +415,7 @@ class Recorder:
         self.going, self._rows, self._device_values, self._raw = False, None, {}, None
         number = self._number
         if rows is None or not in_steps(number % REPLICA_STEPS, self.session.options):
+            self.blocks.lose()
             return
         host, ready = self._outlet.send(values)
         if "raw" in host:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +34,7 @@ def as_recorded(model: nn.Module, wanted: Mapping[str, Any]) -> Iterator[None]:
             before = get()
             if value is None or value == before:
                 continue
-            undo.append(lambda put=put, before=before: put(before))
+            undo.append(functools.partial(put, before))
             try:
                 put(value)
             except (ImportError, RuntimeError, TypeError, ValueError) as error:

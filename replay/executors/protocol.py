@@ -11,6 +11,14 @@ from rolltape.store.errors import UsageError
 _SWITCHES = "switches of re-execute: batch=recorded|one|N, weights=PATH"
 
 
+class NotRunError(Exception):
+    """Nothing of a schedule can be run; why.
+
+    Args:
+        reason: one line.
+    """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Changes:
     """What a re-execution changes on purpose.

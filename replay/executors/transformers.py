@@ -22,11 +22,11 @@ from rolltape.recorder import transformers as adapter
 from rolltape.recorder.force import LIVE, Force
 from rolltape.recorder.options import Options
 from rolltape.replay.executors.conditions import as_recorded
-from rolltape.replay.executors.protocol import Changes, Execution
+from rolltape.replay.executors.protocol import Changes, Execution, NotRunError
 from rolltape.replay.models import load_model, versions_of_model
 from rolltape.replay.reproduction import reproduction
 from rolltape.replay.schedule import Call, Refused, read_schedule, regrouped
-from rolltape.store import ForcingError, Tape, UsageError, create_tape, seal
+from rolltape.store import ForcingError, Tape, UsageError, codecs, create_tape, seal
 from rolltape.store import open as open_tape
 
 #: Steps and rows of the tests before a run: enough to see a changed prompt in what follows.
@@ -65,7 +65,8 @@ def run(
         provenance: for the header of the new tape.
 
     Raises:
-        UsageError: nothing that can be run, no such model or device, a setting that cannot be had.
+        NotRunError: no call can be laid out again; nothing is written.
+        UsageError: no transformers rollout, no such model or device, a setting that cannot be had.
         ModelMismatchError: the model is not the one of the tape, and `changes` does not say so.
         ForcingError: forcing a run's own tokens changes its values.
     """
@@ -73,7 +74,7 @@ def run(
     refused = list(schedule.refused)
     if not schedule.calls:
         why = refused[0].reason if refused else "it has no calls"
-        raise UsageError(f"{source.place}: no call can be laid out again: {why}")
+        raise NotRunError(f"no call can be laid out again: {why}")
     if changes.weights is not None and model is not None:
         raise UsageError("the switch weights=PATH and a model are given", hint="give one of them")
     name = changes.weights or model
@@ -82,7 +83,8 @@ def run(
         model, name = load_model(source, model=name, device=place)
     else:
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-    calls, warnings = list(schedule.calls), []
+    calls = list(schedule.calls)
+    warnings: list[str] = []
     if changes.weights is None:
         calls, others, warnings = _of_these_weights(source, calls, model, name)
         refused += others
@@ -121,7 +123,7 @@ def _of_these_weights(
             keys = tuple(row.key for row in call.rows)
             others.append(Refused(engine=engine, number=call.number, keys=keys, reason=reason))
     if not kept:
-        raise UsageError(f"{source.place}: {others[0].reason}", hint="--model PATH of that version")
+        raise NotRunError(f"no call can be laid out again: {others[0].reason}")
     return kept, others, warnings
 
 
@@ -135,6 +137,7 @@ def execute(
     refused: Sequence[Refused] = (),
     warnings: Sequence[str] = (),
     provenance: Mapping[str, Any] | None = None,
+    tested: Mapping[str, Any] | None = None,
 ) -> Execution:
     """Run calls with a model that is loaded; see `run`.
 
@@ -147,9 +150,10 @@ def execute(
         refused: calls that are not run, for the result.
         warnings: for the result.
         provenance: for the header of the new tape.
+        tested: what `self_test` found of this model, where that is known.
     """
     options = _options(source, calls)
-    tested = self_test(source, calls[0], model, options)
+    tested = self_test(source, calls[0], model, options) if tested is None else dict(tested)
     create_tape(out, role="rollout", parent=source.uuid, provenance=provenance)
     started = time.time_ns()
     try:
@@ -186,7 +190,7 @@ def self_test(source: Tape, call: Call, model: Any, options: Options) -> dict[st
     steps = min(_TESTED_STEPS, call.steps)
     short = replace(call, rows=tuple(replace(r, response=r.response[:steps]) for r in call.rows))
     facts: dict[str, Any] = {"steps": steps, "rows": len(call.rows)}
-    small = replace(options, layers=0)
+    small = replace(options, layers=0, sketches=0)
     with tempfile.TemporaryDirectory(prefix="rolltape-") as folder:
 
         def record(name: str, what: Call, *, free: bool = False, parent: str | None = None) -> Tape:
@@ -221,7 +225,12 @@ def self_test(source: Tape, call: Call, model: Any, options: Options) -> dict[st
         control = record("control", _other_prompt(again, int(model.config.vocab_size)))
         changed = _row_differs(own, control, again)
     if not changed:
-        return {**facts, "neutral": True, "control": False, "reason": "a changed prompt had no effect"}
+        return {
+            **facts,
+            "neutral": True,
+            "control": False,
+            "reason": "a changed prompt had no effect",
+        }
     return {**facts, "neutral": True, "control": True}
 
 
@@ -260,21 +269,32 @@ def _row_differs(a: Tape, b: Tape, call: Call) -> bool:
 def _options(source: Tape, calls: Iterable[Call]) -> Options:
     """Record what the recording recorded, and drop nothing."""
     keys = [row.key for call in calls for row in call.rows]
-    held = {name: _keys_with(source, name) for name in ("routes", "activations")}
+    routes, activations = (_keys_with(source, name) for name in ("routes", "activations"))
     best = source.table("distributions").column("k").to_pylist()
+
+    def last(held: Mapping[Any, Any], *, sketched: bool) -> int:
+        # the recorder keeps them of the first rows that it sees
+        found = [i for i, key in enumerate(keys, 1) if sketched in held.get(key, ())]
+        return max(found, default=0)
+
     return Options(
-        level="routing" if any(key in held["routes"] for key in keys) else "tokens",
-        layers=sum(key in held["activations"] for key in keys),
+        level="routing" if any(key in routes for key in keys) else "tokens",
+        layers=last(activations, sketched=False),
+        sketches=last(activations, sketched=True),
         top_logprobs=max(best, default=0),
         on_full="block",
         strict=True,
     )
 
 
-def _keys_with(source: Tape, table: str) -> set[tuple[Any, ...]]:
-    names = ("engine", "request", "sample", "pass")
-    columns = source.table(table).select(list(names))
-    return set(zip(*(columns.column(name).to_pylist() for name in names), strict=True))
+def _keys_with(source: Tape, table: str) -> dict[tuple[Any, ...], set[bool]]:
+    """The sequences with rows in a table, and whether rows of each are sketches."""
+    rows = source.table(table)
+    names = ("engine", "request", "sample", "pass", "encoding")
+    found: dict[tuple[Any, ...], set[bool]] = {}
+    for *key, encoding in zip(*(rows.column(name).to_pylist() for name in names), strict=True):
+        found.setdefault(tuple(key), set()).add(encoding == codecs.SKETCH)
+    return found
 
 
 @contextmanager
@@ -342,9 +362,9 @@ def _run(call: Call, model: Any, *, free: bool) -> None:
         with _forcing(call, free=free):
             model.generate(
                 torch.from_numpy(ids[:: call.samples].copy()).to(model.device),
-                attention_mask=torch.from_numpy(
-                    mask[:: call.samples].astype(np.int64)
-                ).to(model.device),
+                attention_mask=torch.from_numpy(mask[:: call.samples].astype(np.int64)).to(
+                    model.device
+                ),
                 generation_config=GenerationConfig(**_config(call)),
                 stopping_criteria=StoppingCriteriaList([ends]),
             )

@@ -652,7 +652,7 @@ def test_a_digest_that_fails_is_a_version_of_unknown_weights(
         model.generate(**inputs, do_sample=False, max_new_tokens=2)
         with torch.no_grad():
             model.lm_head.weight.mul_(2)
-        monkeypatch.setattr(adapter, "group_digests", fail)
+        monkeypatch.setattr(adapter, "digests_of_transformers", fail)
         model.generate(**inputs, do_sample=False, max_new_tokens=2)
         model.generate(**inputs, do_sample=False, max_new_tokens=2)
     tape = rolltape.open(tmp_path / "a")

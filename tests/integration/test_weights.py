@@ -310,6 +310,61 @@ def test_of_several_adapters_those_in_force_count() -> None:
     assert rows_of(model)["lora"] != first["lora"]
 
 
+#: Kind of adapter -> what its configuration needs for a model that is this small.
+KINDS: dict[str, dict[str, Any]] = {
+    "AdaLoraConfig": {"total_step": 10},
+    "BOFTConfig": {"boft_block_size": 4},
+    "FourierFTConfig": {"n_frequency": 8},
+    "IA3Config": {"feedforward_modules": []},
+    "LNTuningConfig": {"target_modules": ["input_layernorm"]},
+    "LoHaConfig": {},
+    "LoKrConfig": {},
+    "LoraConfig": {"trainable_token_indices": [1, 2]},
+    "OFTConfig": {"oft_block_size": 4},
+    "PrefixTuningConfig": {"num_virtual_tokens": 3},
+    "PromptTuningConfig": {"num_virtual_tokens": 3},
+    "TrainableTokensConfig": {"token_indices": [1, 2], "target_modules": ["embed_tokens"]},
+    "VBLoRAConfig": {"vector_length": 4, "num_vectors": 8},
+    "VeraConfig": {},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_of_any_kind_that_is_off_leaves_the_model_it_was_put_into(kind: str) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    plain = make("llama").eval()
+    there, ids = rows_of(plain), torch.tensor([[1, 2, 3]])
+    where = {} if "virtual" in str(KINDS[kind]) else {"target_modules": ["q_proj"]}
+    given = {"task_type": "CAUSAL_LM", **where, **KINDS[kind]}
+    model = peft.get_peft_model(plain, getattr(peft, kind)(**given)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:  # many begin as what changes nothing
+                weight.add_(torch.randn_like(weight) * 0.3)
+        on, rows, stamp = model(ids).logits, rows_of(model), weights_stamp(model)
+        with model.disable_adapter():
+            assert not torch.equal(model(ids).logits, on)  # so the switch matters
+            assert rows_of(model) == there != rows
+            assert weights_stamp(model) != stamp
+        assert rows_of(model) == rows
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft
+def test_what_chooses_among_adapters_is_not_comparable() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = peft.get_peft_model(make("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    model.base_model.chooser = torch.nn.Linear(2, 2)  # as X-LoRA has one, beside the model
+    reasons = {p.name: p.reason for p in parts_of_transformers(model)}
+    with model.disable_adapter():
+        off = {p.name: p.reason for p in parts_of_transformers(model)}
+    for found in (reasons, off):
+        assert found["base_model.chooser.weight"] == (
+            "of adapters as a whole: whether it takes part is not known"
+        )
+        assert found["model.embed_tokens.weight"] is None
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_switching_an_adapter_is_seen_and_training_one_that_is_off_is_not() -> None:
     model = adapted()

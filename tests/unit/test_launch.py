@@ -717,6 +717,7 @@ def test_print_env_shows_the_variables_and_starts_nothing(invoke: Any, tmp_path:
         "ROLLTAPE_TAPE": str(tmp_path / "t"),
         "ROLLTAPE_LEVEL": "routing",
         "ROLLTAPE_LAYERS": "0",
+        "ROLLTAPE_SKETCHES": "0",
         "ROLLTAPE_ON_FULL": "drop",
         "ROLLTAPE_QUEUE_MB": "256",
         "ROLLTAPE_FSYNC": "0",
@@ -729,13 +730,14 @@ def test_print_env_shows_the_variables_and_starts_nothing(invoke: Any, tmp_path:
 
 
 def test_options_become_variables(invoke: Any) -> None:
-    options = "--layers 3 --on-full block --queue-mb 8 --fsync --strict --inject pth"
+    options = "--layers 3 --sketches 5 --on-full block --queue-mb 8 --fsync --strict --inject pth"
     found = variables(invoke("--print-env", "-o", "t", *options.split()))
     found.pop("ROLLTAPE_TAPE")
     found.pop("ROLLTAPE_PACKAGE")
     assert found == {
         "ROLLTAPE_LEVEL": "layers",
         "ROLLTAPE_LAYERS": "3",
+        "ROLLTAPE_SKETCHES": "5",
         "ROLLTAPE_TOP_LOGPROBS": "0",
         "ROLLTAPE_PROFILE_KERNELS": "0",
         "ROLLTAPE_MAX_BYTES": "0",

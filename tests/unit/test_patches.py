@@ -79,3 +79,19 @@ def test_undo_leaves_nothing(look: Any, seen: list[str]) -> None:
     patches.undo()
     assert (dict(vars(base)), dict(vars(kind))) == before
     assert not patches and kind().run(1) == 1 and not seen
+
+
+def test_what_another_tool_put_around_ours_stays(look: Any, seen: list[str]) -> None:
+    _, kind = engine()
+    patches = Patches()
+    patches.around(kind, "load", look)
+    theirs: list[int] = []
+
+    def around(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        theirs.append(args[0])
+        return wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(kind, "load", around)
+    assert kind.load(1) == 1 and seen == ["load"] and theirs == [1]
+    patches.undo()
+    assert kind.load(2) == 2 and seen == ["load"] and theirs == [1, 2]

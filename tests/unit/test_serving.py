@@ -158,6 +158,27 @@ def test_a_prefix_of_unknown_blocks_is_missing_with_the_reason(tmp_path: Path) -
     assert routes.missing == ((0, 4, None, "cached"),)
 
 
+def test_who_filled_a_block_is_unknown_once_steps_are_lost(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    a = engine.life("a", 5, [1, 2])
+    engine.step((a, 0, 5))
+    b = engine.life("b", 6, [1, 3])
+    engine.step((b, 4, 2))
+    lost = engine.scribe
+    with store.TapeWriter(engine.tape) as writer:
+        lost.meet(travelling(engine.roster.take_new()))
+        lost.write(writer, unpack(pack(engine.steps[:1])))
+        lost.lose()
+        lost.write(writer, unpack(pack(engine.steps[1:])))
+        for life in (a, b):
+            row = {"engine": ENGINE, "request": life.request, "sample": 0, "pass": 0}
+            writer.append("sequences", {**row, "prompt_len": len(life.prompt), "finish": "open"})
+    found = {s.key.request: s for s in rolltape.open(engine.tape)}
+    engine.check(found["a"], a, 5)
+    routes = found["b"].routes()
+    assert not routes.valid[:4].any() and routes.missing == ((0, 4, None, "cached"),)
+
+
 def test_rejected_drafts_are_no_rows(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     a = engine.life("a", 3, [1, 2, 3])

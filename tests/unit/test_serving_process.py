@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,97 @@ def test_a_fault_in_the_process_is_one_gap(tape: Path, session: Session) -> None
     assert "KeyError" in str(events[0]["detail"])
     assert written(tape)["raw"][0] == 0.0
     assert written(tape)["raw"][-1] == -2.0
+
+
+def test_a_block_that_fails_before_it_is_sent_costs_only_itself(
+    tape: Path, session: Session
+) -> None:
+    engine = Engine(session)
+
+    class Broken:
+        def synchronize(self) -> None:
+            raise RuntimeError("device lost")
+
+    engine.step()
+    engine.blocks._steps[-1] = replace(engine.blocks._steps[-1], ready=Broken())
+    engine.blocks.flush()
+    for _ in range(3):
+        engine.step()
+    end(session)
+    events = rolltape.open(tape).rows("events")
+    assert [(e["kind"], e["start"], e["n"]) for e in events if e["kind"] == "gap"] == [
+        ("gap", 0, 4)
+    ]
+    assert written(tape)["raw"][-3:] == [-1.0, -2.0, -3.0]
+
+
+def test_many_open_files(tape: Path, session: Session) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        engine = Engine(session)
+        engine.step()
+        assert session.commit()
+        end(session)
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert written(tape) == everything(1)
+
+
+def test_what_lies_in_the_folder_of_the_job_is_not_imported(
+    tape: Path, session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong one')")
+    (tmp_path / "signal.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # Python takes a `Path`, too
+    engine = Engine(session)
+    engine.step()
+    end(session)
+    assert written(tape) == everything(1)
+
+
+def test_signals_to_the_job_are_not_for_the_process(tape: Path, session: Session) -> None:
+    before = set(children())
+    engine = Engine(session)
+    engine.step()
+    engine.blocks.flush()
+    while not (child := set(children()) - before):  # before it has imported anything
+        time.sleep(0.001)
+    assert os.getpgid(child.pop()) != os.getpgid(0)
+    end(session)
+    assert written(tape) == everything(1)
+
+
+def test_an_interpreter_that_cannot_be_started_again_writes_in_place(
+    tape: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "")
+    before = set(children())
+    engine = Engine(session)
+    for _ in range(4):
+        engine.step()
+    assert session.commit() and set(children()) == before
+    end(session)
+    assert written(tape) == everything(4)
+
+
+def test_it_ends_although_the_queue_is_full(tape: Path) -> None:
+    before = set(children())
+    session, held = Session(tape, Options(queue_mb=1)), threading.Event()
+    engine = Engine(session)
+    engine.step()
+    assert session.commit()
+    for nbytes in (1 << 20, 1 << 20):
+        session.put(lambda writer: bool(held.wait(60)), nbytes=nbytes, gap=[])
+    engine.blocks.close()
+    held.set()
+    session.close()
+    assert set(children()) <= before
+    assert not list(tape.glob("*/*.live*"))
 
 
 KILLED = """

@@ -299,3 +299,73 @@ def test_jobs_that_share_a_flush_are_all_named_if_it_fails(
     session.close()
     assert {e["detail"].get("what") for e in events(tape, "gap")} >= {str(i) for i in range(20)}
     assert len(store.open(tape)) == 0
+
+
+def test_a_job_that_holds_nothing_is_never_dropped(tape: Path, make: Any) -> None:
+    session, held = make(queue_mb=1), threading.Event()
+    session.put(lambda writer: bool(held.wait(60)), nbytes=2 << 20, gap=[])
+    put(session, "large", nbytes=2 << 20)
+    done = threading.Thread(target=lambda: committed.append(session.commit()))
+    committed: list[bool] = []
+    session.committers.append(lambda writer: committed.append(True))
+    done.start()
+    held.set()
+    done.join()
+    assert committed == [True, True]
+
+
+def test_a_flusher_that_fails_disables_neither_itself_nor_others(tape: Path, make: Any) -> None:
+    session, calls = make(), []
+
+    def fails() -> None:
+        calls.append("fails")
+        raise ValueError("no")
+
+    session.flushers += [fails, lambda: calls.append("works")]
+    for _ in range(5):
+        assert not session.commit()
+    assert calls == ["fails", "works"] * 5
+
+
+def test_strict_faults_at_the_end_leave_no_session_behind(tape: Path) -> None:
+    session = sessions.start(tape, Options(strict=True))
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    session.flushers.append(fails)
+    with pytest.raises(ValueError, match="no"):
+        sessions.stop()
+    assert sessions.active() is None
+
+
+def test_a_session_that_ended_records_nothing_more(tape: Path, make: Any, monkeypatch: Any) -> None:
+    session = make(max_bytes=1)
+    monkeypatch.setattr(sessions, "_active", session)
+    assert sessions.recording() is session
+    for i in range(3):
+        put(session, str(i))
+        session.drain()
+    assert session.dead and sessions.recording() is None
+
+
+def test_an_interpreter_that_ends_starts_no_thread(tape: Path, make: Any, monkeypatch: Any) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    session = make()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert put(session, "late")
+    session.close()
+    assert [s.key.request for s in store.open(tape)] == ["late"]
+
+
+def test_the_end_does_not_wait_for_ever_for_room(tape: Path, make: Any) -> None:
+    session, held = make(queue_mb=1, on_full="block"), threading.Event()
+    session.put(lambda writer: bool(held.wait(60)), nbytes=1 << 20, gap=[])
+    put(session, "a", nbytes=1 << 20)
+    session.end_waits(0.0)
+    assert not put(session, "b", nbytes=1 << 20)
+    held.set()
+    session.close()
+    assert [e["detail"]["what"] for e in events(tape, "gap")] == ["b"]

@@ -22,8 +22,11 @@ class SampleStateTensors:
 
 @dataclass
 class SampleState:
+    """`drawn`: request, its slot, entry, draw and logits; the token itself is read from `host`."""
+
     scheduled_requests: Any
     device: SampleStateTensors
+    host: SampleStateTensors
     drawn: list[tuple[Any, int, list[Any] | None, Draw, torch.Tensor]]
 
 
@@ -55,7 +58,8 @@ class TorchSampler:
                 row = step.rows[index]
                 drawn.append(self._draw(request, rows[-1], row.start + row.n, step))
         names = frozenset(request.py_request_id for request, *_ in drawn)
-        return SampleState(scheduled_batch, SampleStateTensors(self.new_tokens, names), drawn)
+        host = SampleStateTensors(self.new_tokens.clone())
+        return SampleState(scheduled_batch, SampleStateTensors(self.new_tokens, names), host, drawn)
 
     def _draw(self, request: Any, logits: torch.Tensor, position: int, step: Any) -> Any:
         logits = logits.clone()
@@ -85,7 +89,7 @@ class TorchSampler:
         )
         TRUTH.draws.append(draw)
         shown = processed if request.py_logprobs_mode == LogprobMode.PROCESSED else raw
-        return request, token, self._logprobs(request, shown, token), draw, logits
+        return request, request.py_seq_slot, self._logprobs(request, shown, token), draw, logits
 
     def _generator(self, request: Any) -> torch.Generator:
         name = request.py_request_id
@@ -109,9 +113,10 @@ class TorchSampler:
 
     def update_requests(self, state: SampleState) -> None:
         """Apply what was drawn; requests that are over by now take nothing."""
-        for request, token, entry, draw, logits in state.drawn:
+        for request, slot, entry, draw, logits in state.drawn:
             if request.is_finished:
                 continue
+            token = int(state.host.new_tokens[slot])
             request.add_new_token(token, 0)
             draw.applied = True
             request.py_decoding_iter += 1
