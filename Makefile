@@ -9,7 +9,7 @@ READY = $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
 BENCHMARKS = $(filter-out benchmarks/peers.py benchmarks/processes.py benchmarks/vllm_%,$(wildcard benchmarks/[a-z]*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test test-vllm test-native test-unit test-browser lint types docs bench clean chromium
+.PHONY: help venv venv-vllm demo verify test test-vllm test-native test-unit test-browser lint types docs bench clean chromium
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,10 @@ venv: .venv/.ready  ## make .venv with everything the targets below need
 
 demo: $(READY)  ## record a rollout, score it, and see where the two differ
 	PY=$(PY) bash examples/demo.sh
+
+verify: $(READY)  ## run two cases of the determinism suite on the bundled model
+	HF_HUB_OFFLINE=1 $(PY) -m rolltape verify --engine transformers examples/models/tiny-moe \
+	--case run-to-run --case slot --prompts 8 --tokens 16
 
 test: $(READY) chromium  ## run all tests but those of vLLM: unit, engine, browser
 	$(PY) -m pytest -m "not vllm" $(PYTEST_ARGS)

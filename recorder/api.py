@@ -10,10 +10,18 @@ from pathlib import Path
 
 from rolltape.recorder import session
 from rolltape.recorder.inject import _rolltape_hook
-from rolltape.recorder.options import Options
+from rolltape.recorder.options import OPTIONAL_VARIABLES, TAPE_VARIABLE, Options
 from rolltape.recorder.provenance import provenance
+from rolltape.recorder.reached import find_unreached
 from rolltape.store import UsageError, create_tape, seal
-from rolltape.store.places import ObjectPlace
+from rolltape.store.places import ObjectPlace, place_of
+
+
+#: In front of the names of our variables, and of their copies for the workers of an MPI pool.
+_PREFIX = "ROLLTAPE_"
+_COPIES = ("TLLM_ROLLTAPE_", "TRTLLM_ROLLTAPE_")
+#: A worker that goes on after the block has written its first rows by then.
+_WAIT_SECONDS = 1.0
 
 
 @contextmanager
@@ -37,7 +45,8 @@ def record(
 
     Raises:
         TapeExistsError: there is something at `path` already.
-        UsageError: an option does not exist, or this process records already.
+        UsageError: an option does not exist, or this process records already: in another `record`,
+            or because `rolltape record` has started it.
 
     Example:
         >>> with rolltape.record("runs/a") as tape:  # doctest: +SKIP
@@ -45,6 +54,13 @@ def record(
     """
     if session.active() is not None:
         raise UsageError("this process records already", hint="one recording at a time")
+    # hooks may be waiting for an engine, and would be taken out at the end
+    if tape := os.environ.get(TAPE_VARIABLE):
+        raise UsageError(
+            f"{TAPE_VARIABLE} says that this process is recorded already, into "
+            f"{tape.partition('?')[0]}",
+            hint="one recording at a time; unset it if that recording is over",
+        )
     try:
         chosen = Options(**options)  # type: ignore[arg-type]
     except TypeError as error:
@@ -65,7 +81,17 @@ def record(
     finally:
         session.stop()
         _rolltape_hook.unwatch(_rolltape_hook.HOOKS)
+        _find_unreached(path, chosen)
         seal(path, status={"api": status}, storage_options=chosen.storage_options)
+
+
+def _find_unreached(path: str | os.PathLike[str], options: Options) -> None:
+    if "tensorrt_llm" not in sys.modules:
+        return
+    try:
+        find_unreached(place_of(path, options.storage_options), wait_s=_WAIT_SECONDS)
+    except Exception as error:  # the tape is sealed all the same
+        session.warn(f"workers were not looked for: {type(error).__name__}: {error}")
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
@@ -74,14 +100,23 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 
 @contextmanager
 def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in wanted}
+    """Set variables for the processes that are started meanwhile; afterwards all are as before.
+
+    An option that is not chosen is not theirs either, and what an engine leaves for its workers is
+    gone: the workers of a later one would take it for theirs.
+    """
+    before = _ours()
+    for name in before:
+        if name in OPTIONAL_VARIABLES or name.startswith(_COPIES):
+            del os.environ[name]
     os.environ.update(wanted)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in _ours():
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def _ours() -> dict[str, str]:
+    return {n: v for n, v in os.environ.items() if n.startswith((_PREFIX, *_COPIES))}

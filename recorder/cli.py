@@ -325,6 +325,8 @@ def _report(voice: _Voice, job: Job, recorded: Recorded) -> None:
                 voice.say(line)
         for message in summary.messages:
             voice.warn(message)
+        for text in summary.unreached:
+            voice.warn(text)
         for problem in summary.problems:
             voice.warn(problem)
         for process in summary.idle:

@@ -22,8 +22,9 @@ from typing import Any, Generic, TypeVar
 
 import rolltape
 from rolltape.recorder.injection import interpreter_of, prepended, pth_file, with_our_plugin
-from rolltape.recorder.options import Options
+from rolltape.recorder.options import OPTIONAL_VARIABLES, STORAGE_VARIABLE, Options
 from rolltape.recorder.provenance import mask_argv, provenance
+from rolltape.recorder.reached import find_unreached
 from rolltape.recorder.serving.ranks import compare_ranks
 from rolltape.recorder.settings import launch_variables
 from rolltape.recorder.summary import Summary, notes_to_events, summarize
@@ -91,6 +92,14 @@ class Job:
         if self.inject == "sitecustomize":
             variables["PYTHONPATH"] = prepended(self.env.get("PYTHONPATH"))
         return variables | copies(variables)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The whole environment of the command; options that are not chosen now are not in it."""
+        # keys of a store may be given by the environment alone
+        gone = dict.fromkeys(set(OPTIONAL_VARIABLES) - {STORAGE_VARIABLE}, "")
+        gone |= copies(gone)
+        return {n: v for n, v in self.env.items() if n not in gone} | self.variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +177,7 @@ def with_python(command: Sequence[str]) -> tuple[str, ...]:
 def start_tape(job: Job, *, append: bool) -> None:
     """Make the tape of a job, unless another part is appended to one, and its `procs` folder."""
     if not append:
-        facts = provenance(job.command, env={**job.env, **job.variables})
+        facts = provenance(job.command, env=job.environment)
         create_tape(
             job.tape,
             role="rollout",
@@ -210,7 +219,7 @@ def run(job: Job, *, append: bool = False) -> Recorded:
             stack.enter_context(pth_file(interpreter_of(job.command, job.env)))
         start_tape(job, append=append)
         try:
-            ended = relay.run(job.command, {**job.env, **job.variables})
+            ended = relay.run(job.command, job.environment)
         except OSError as error:
             ended = _not_started(job.command[0], error)
         return _close(job, ended, started_ns=started_ns, before=before)
@@ -363,6 +372,7 @@ def _close(job: Job, ended: Ended, *, started_ns: int, before: Summary | None) -
 def _seal(job: Job, ended: Ended, *, started_ns: int) -> dict[str, Any]:
     notes_to_events(job.place, job.procs)
     compare_ranks(job.place)
+    find_unreached(job.place)
     status: dict[str, Any] = {
         "argv": mask_argv(job.command),
         "host": platform.node(),

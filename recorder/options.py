@@ -14,6 +14,13 @@ from rolltape.store.errors import UsageError
 TAPE_VARIABLE = "ROLLTAPE_TAPE"
 #: Options of the object store as JSON; it may hold keys, so it is never shown.
 STORAGE_VARIABLE = "ROLLTAPE_STORAGE_OPTIONS"
+#: Variables that are there only where something was chosen: one of an earlier choice has to go.
+OPTIONAL_VARIABLES = (
+    "ROLLTAPE_SAMPLE_RATE",
+    "ROLLTAPE_STEPS",
+    "ROLLTAPE_COMMIT_LOG",
+    STORAGE_VARIABLE,
+)
 LEVELS = ("tokens", "routing", "layers")
 ON_FULL = ("drop", "block")
 _STEPS = re.compile(r"(\d*):(\d*)")

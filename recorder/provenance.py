@@ -77,6 +77,8 @@ _WORD = (
     r"(?:api)?(?:token|key|secret|password|passwd|passphrase|pwd|credentials?|auth|authorization"
     r"|signature|sig)"
 )
+#: Names of settings that hold environment variables: env_overrides, extra_env, envVars.
+_ENVIRONMENT = re.compile(r"(?:^|[_.-])env(?:$|[_.-]|iron|vars)", re.IGNORECASE)
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _SECRET_NAME = re.compile(rf"(?:^|.*[-_.+:\s]){_WORD}$", re.IGNORECASE | re.DOTALL)
 _NAMED = rf"(?:[^=&;:\"'\s]{{0,60}}[-_.])?{_WORD}"
@@ -147,6 +149,30 @@ def mask_text(text: str) -> str:
     text = _IN_HEADER.sub(rf"\1{MASK}", text)
     text = _SCHEME.sub(rf"\1 {MASK}", text)
     return _KNOWN_SHAPES.sub(MASK, text)
+
+
+def mask_settings(value: Any, name: str = "") -> Any:
+    """Settings without their secrets, masked by name as the command line is, at any depth.
+
+    Of environment variables, whatever holds them, only those of the allow-list keep their values.
+
+    Args:
+        value: JSON-able.
+        name: that it goes by.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    # ids of tokens and sizes of keys are numbers
+    if _is_secret_name(name) and not isinstance(value, int | float):
+        return MASK
+    if isinstance(value, Mapping):
+        if _ENVIRONMENT.search(name):
+            plain = {str(n): v if isinstance(v, str) else str(v) for n, v in value.items()}
+            return dict.fromkeys(plain, MASK) | allowed_environment(plain)
+        return {n: mask_settings(v, str(n)) for n, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [mask_settings(one) for one in value]
+    return mask_text(value) if isinstance(value, str) else value
 
 
 def _is_secret_name(name: str) -> bool:

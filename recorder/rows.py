@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rolltape.recorder.digest import Digest, GroupDigest
-from rolltape.recorder.provenance import library_versions
+from rolltape.recorder.provenance import library_versions, mask_settings
 from rolltape.recorder.session import Job
 from rolltape.store import TapeWriter
 
@@ -44,13 +44,18 @@ def engine_job(
                 "pid": os.getpid(),
                 "started_ns": started,
                 "moe_layers": [layers],
-                "requested": json.dumps(requested or {}, default=str),
-                "effective": json.dumps(facts.get("effective", {}), default=str),
+                "requested": _settings(requested or {}),
+                "effective": _settings(facts.get("effective", {})),
                 "versions": json.dumps(library_versions()),
             },
         )
 
     return job
+
+
+def _settings(values: Any) -> str:
+    # plain first: what JSON does not know is masked as the text that it becomes
+    return json.dumps(mask_settings(json.loads(json.dumps(values, default=str))))
 
 
 def weights_job(

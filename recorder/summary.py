@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltape.recorder.inject._rolltape_hook import HOOKS
+from rolltape.recorder.reached import CODE
 from rolltape.store import TapeWriter
 from rolltape.store.places import Place
 from rolltape.store.tape import open_folder
@@ -47,6 +48,7 @@ class Summary:
         hook_errors: recorded faults of hooks.
         notices: other recorded remarks.
         messages: what the hook had to say before a recorder was there, one line each.
+        unreached: what engines of which only the front end recorded are said to lack.
         seen: Python processes of this part of the job.
         recording: (host, pid) of those that recorded.
         live: shards that a process is still writing.
@@ -70,6 +72,7 @@ class Summary:
     recovered: tuple[Mapping[str, Any], ...]
     problems: tuple[str, ...]
     before: Summary | None = None
+    unreached: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -111,6 +114,7 @@ class Summary:
             "hook_errors": self.hook_errors,
             "notices": self.notices,
             "messages": list(self.messages),
+            "unreached": list(self.unreached),
             "processes": {
                 "seen": self.processes,
                 "recording": len(self.recording),
@@ -163,6 +167,7 @@ def summarize(place: Place, procs: Path, *, before: Summary | None = None) -> Su
         recovered=tuple(sealed.get("recovered", ())),
         problems=(*folder.problems, *foreign),
         before=before,
+        unreached=tuple(_unreached(events)),
     )
 
 
@@ -218,6 +223,13 @@ def _messages(events: pa.Table) -> Iterator[str]:
         detail = json.loads(text) if text else {}
         if isinstance(detail, dict) and "error" in detail:
             yield f"{detail.get('hook', 'hook')}: {detail['error']}"
+
+
+def _unreached(events: pa.Table) -> Iterator[str]:
+    for text in events.filter(pc.equal(events.column("kind"), "finding")).column("detail"):
+        detail = json.loads(text.as_py() or "{}")
+        if detail.get("code") == CODE:
+            yield f"{detail['message']}; {detail['remedy']}"
 
 
 # -- for people ---------------------------------------------------------------------------

@@ -118,8 +118,8 @@ def select(
         a: one tape.
         b: the other.
         wanted: sequence ids of either tape.
-        scoring: of `b` only what a trainer scored for this purpose. `a` may be the same tape: it
-            is then the rollouts in it.
+        scoring: of `b` only what a trainer scored for this purpose. `a` may hold a trainer too, or
+            be the same tape: it is then the rollouts in it.
 
     Raises:
         UsageError: neither tape has such a sequence, or nothing was scored for that.
@@ -158,10 +158,12 @@ def _scored(a: Tape, b: Tape, scoring: str) -> tuple[list[Entry], list[Entry]]:
         known = sorted({str(p) for p in purposes.values() if p is not None})
         hint = f"it has {', '.join(known)}" if known else "it is no recording of a trainer"
         raise UsageError(f"{b.place}: nothing was scored as {scoring!r}", hint=hint)
+    scored = {s.key for s in a if s.annotations.get("scoring") is not None}
     left = entries(a, b)
-    if a.uuid == b.uuid:
-        left = [e for e in left if purposes[e.key] is None]
-    return left, right
+    # what a trainer scored has the tokens of a rollout, and would take its partner
+    rollouts = [e for e in left if e.key not in scored]
+    alone = not rollouts and a.uuid != b.uuid  # of two trainers each is a side
+    return (left if alone else rollouts), right
 
 
 def alignment_problems(a: Tape, b: Tape, alignment: Alignment) -> list[Problem]:

@@ -21,6 +21,7 @@ from rolltape.store import open as open_tape
 EXECUTORS = {
     "transformers": "rolltape.replay.executors.transformers",
     "vllm": "rolltape.replay.executors.vllm",
+    "tensorrt_llm": "rolltape.replay.executors.tensorrt_llm",
 }
 
 

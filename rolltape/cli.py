@@ -15,6 +15,7 @@ COMMANDS = {
     "record": "rolltape.recorder.cli:record",
     "replay": "rolltape.replay.cli:replay",
     "diff": "rolltape.replay.cli:diff",
+    "shrink": "rolltape.replay.shrink_cli:shrink",
     "verify": "rolltape.replay.verify.cli:verify",
     "info": "rolltape.store.cli:info",
     "show": "rolltape.store.cli:show",

@@ -41,9 +41,10 @@ class _Waiting:
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> None:
         if name == _ENGINE and not self.over:
-            self.over = True
             try:
+                # without one yet this may be a question whether the engine is installed
                 if adopt():
+                    self.over = True
                     _start()
             except Exception as error:
                 sys.stderr.write(

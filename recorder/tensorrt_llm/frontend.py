@@ -40,6 +40,8 @@ _ATTRIBUTE = "_rolltape"
 _MOST_CUT = 4096
 
 _cut: OrderedDict[tuple[str, str], str] = OrderedDict()
+#: Engines that have the row of their front end.
+_told: weakref.WeakKeyDictionary[Session, set[str]] = weakref.WeakKeyDictionary()
 _left_out: weakref.WeakKeyDictionary[Session, dict[str, LeftOut]] = weakref.WeakKeyDictionary()
 
 
@@ -88,7 +90,11 @@ class Request:
 def engine_started(session: Session, llm: Any) -> None:
     """An `LLM` is ready: the `engines` row of the front end."""
     engine = engine_of(getattr(llm, "_executor", None)) or current_engine()
-    args = getattr(llm, "args", None)
+    _tell(session, engine, getattr(llm, "args", None))
+
+
+def _tell(session: Session, engine: str, args: Any) -> None:
+    _told.setdefault(session, set()).add(engine)
     model = getattr(args, "model", None)
     facts = {
         "process": "frontend",
@@ -110,6 +116,10 @@ def opened(session: Session, result: Any, executor: Any) -> None:
         return
     params = result.sampling_params
     engine = engine_of(executor) or current_engine()
+    if engine not in _told.get(session, ()) and not is_worker(executor):
+        _tell(session, engine, None)
+        reason = "its settings are not known: it was made before the recording, or a hook failed"
+        session.event("notice", engine=engine, detail={"reason": reason})
     prompt = np.asarray(result.prompt_token_ids, np.uint32)
     name = str(result.id)
     if getattr(params, "use_beam_search", False):

@@ -55,7 +55,10 @@ def announce() -> str:
     """
     _Announced.engine = _new_engine()
     _Announced.front = _Announced.worker = True
-    os.environ.update(copies(os.environ))  # those of an earlier recording may be there
+    mine = copies(os.environ)
+    for name in [n for n in os.environ if n.startswith(COPIES) and n not in mine]:
+        del os.environ[name]  # of an earlier recording, as those are that change now
+    os.environ.update(mine)
     return _Announced.engine
 
 

@@ -28,3 +28,11 @@ def bind_config() -> None:
 
     identity.bind()
     compiled.bind()
+
+
+def unbind() -> None:
+    """Undo `bind_config`."""
+    from rolltape.recorder.vllm import compiled, identity
+
+    compiled.unbind()
+    identity.unbind()

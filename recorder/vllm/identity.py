@@ -6,14 +6,16 @@ import os
 import re
 from typing import Any
 
-import wrapt
 import xxhash
 
 from rolltape.recorder.options import TAPE_VARIABLE
+from rolltape.recorder.patches import Patches
 from rolltape.store import new_uuid
 
 _ATTRIBUTE = "_rolltape_engine"
 _CHILD = re.compile(r"(\d+)_(.+)", re.DOTALL)
+
+_patches = Patches()
 
 
 def bind() -> bool:
@@ -24,18 +26,19 @@ def bind() -> bool:
     """
     from vllm.config.vllm import VllmConfig
 
-    original = VllmConfig.__post_init__
-    if isinstance(original, wrapt.FunctionWrapper):
-        return False
+    return _patches.around(VllmConfig, "__post_init__", _around_init)
 
-    def around(wrapped: Any, config: Any, args: Any, kwargs: Any) -> Any:
-        result = wrapped(*args, **kwargs)
-        if not hasattr(config, _ATTRIBUTE):
-            object.__setattr__(config, _ATTRIBUTE, new_uuid())
-        return result
 
-    VllmConfig.__post_init__ = wrapt.FunctionWrapper(original, around)
-    return True
+def unbind() -> None:
+    """Undo `bind`."""
+    _patches.undo()
+
+
+def _around_init(wrapped: Any, config: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    if not hasattr(config, _ATTRIBUTE):
+        object.__setattr__(config, _ATTRIBUTE, new_uuid())
+    return result
 
 
 def engine_of(config: Any) -> str:

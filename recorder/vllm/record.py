@@ -319,6 +319,7 @@ class Recorder:
             known = [life for life in lives if life is not None]
             if len(known) != len(lives):
                 self.going = False
+                self.blocks.lose()
                 return
             self._same = (list(ids), _Batch.of(known))
         self._batch = self._same[1]
@@ -411,11 +412,12 @@ class Recorder:
 
     def finish(self) -> None:
         """The step is over; its tensors start on their way to the host."""
-        rows, values = self._rows, self._device_values
+        rows, values, ran = self._rows, self._device_values, self.going
         self.going, self._rows, self._device_values, self._raw = False, None, {}, None
         number = self._number
         if rows is None or not in_steps(number % REPLICA_STEPS, self.session.options):
-            self.blocks.lose()
+            if ran:
+                self.blocks.lose()
             return
         host, ready = self._outlet.send(values)
         if "raw" in host:

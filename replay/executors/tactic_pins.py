@@ -33,10 +33,18 @@ class PinError(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """One choice: the class of the runner, the tactic as text, and what it is valid for."""
+    """One choice: the class of the runner and the tactic as text.
+
+    Args:
+        runner: class.
+        tactic: as `repr` writes it.
+        graph: key of the graph that it was first built into; None if eager.
+        fingerprint: what it is valid for.
+    """
 
     runner: str
     tactic: str
+    graph: str | None
     fingerprint: str
 
 
@@ -45,8 +53,7 @@ class Pins:
 
     Args:
         tape: the recording.
-        engine: uuid. Rows that belong to no engine, since there were several in that process,
-            count as well.
+        engine: uuid. A process has one tuner, so what it chose for others counts as well.
         foreign: take pins of another device or library, too.
     """
 
@@ -62,18 +69,22 @@ class Pins:
         self._profiles: dict[tuple[Any, ...], list[Pin]] = {}
         self._checked: set[tuple[str, str]] = set()
         self._patches = Patches()
+        writers = {row["writer"] for row in tape.rows("engines") if row["engine"] == engine}
         for row in tape.rows("tactics"):
-            if row["engine"] not in (engine, ""):
+            if row["engine"] != engine and row["writer"] not in writers:
                 continue
             if row["tuner"] != TUNER or row["source"] not in ("chosen", "cached", "fallback"):
                 self.others.append(f"{row['op']} ({row['implementation'] or row['tuner']})")
                 continue
             pin = Pin(
-                runner=row["implementation"], tactic=row["tactic"], fingerprint=row["fingerprint"]
+                runner=row["implementation"],
+                tactic=row["tactic"],
+                graph=row["graph"],
+                fingerprint=row["fingerprint"],
             )
             key = json.loads(row["key"])
             if "shapes" in key:
-                at = (row["op"], _frozen(key["shapes"]), _frozen(key["dtypes"]), row["graph"])
+                at = (row["op"], _frozen(key["shapes"]), _frozen(key["dtypes"]), pin.graph is not None)
                 self._calls.setdefault(at, []).append(pin)
             else:
                 at = (row["op"], _frozen(key["profile"]))
@@ -146,10 +157,15 @@ class Pins:
     def _find(
         self, tuner: Any, op: str, config: Any, inputs: Any, shapes: Any, graph: str | None
     ) -> Pin | None:
-        """That of the same call; else that of its bucket, which the tuner itself would take."""
+        """That of the same call; else that of its bucket, which the tuner itself would take.
+
+        A choice is recorded in the first graph that has it, and stands for the later ones.
+        """
         dtypes = tuple(_dtype(tensor) for tensor in inputs)
-        pins = self._calls.get((op, shapes, dtypes, graph))
-        if pins is None:
+        pins = self._calls.get((op, shapes, dtypes, graph is not None))
+        if pins is not None:
+            pins = [pin for pin in pins if pin.graph == graph] or pins
+        else:
             profile = profile_of(tuner, config, shapes)
             pins = None if profile is None else self._profiles.get((op, _frozen(profile)))
         return None if pins is None else self._only(op, shapes, pins)

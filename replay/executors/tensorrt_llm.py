@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from rolltape.recorder.options import Options
 from rolltape.recorder.tensorrt_llm.identity import current_engine, engine_of
 from rolltape.replay.executors.executor_loop import Forced, Loop, Place, Script
 from rolltape.replay.executors.protocol import Changes, Execution, NotRunError
-from rolltape.replay.executors.tactic_pins import Pins
+from rolltape.replay.executors.tactic_pins import PinError, Pins
 from rolltape.replay.serving_steps import Step, recorded_steps
 from rolltape.store import Sequence as Recorded
 from rolltape.store import Tape, TapeWriter, UsageError, create_tape, seal
@@ -144,7 +145,8 @@ def run(
 
     Raises:
         NotRunError: the schedule cannot be laid out again; nothing is written.
-        PinError: a choice of the tuner is not known here, or not for this device and library.
+        PinError: a choice of the tuner is not known here, or not for this device and library;
+            nothing is left.
         UsageError: no TensorRT-LLM rollout, it is not installed here or does not take the
             arguments.
     """
@@ -159,6 +161,7 @@ def run(
         check_engine(source, engine)
     if sessions.active() is not None:
         raise UsageError("this process records already", hint="one recording at a time")
+    _import()
     level = "routing" if source.table("routes").num_rows else "tokens"
     options = Options(level=level, on_full="block")
     create_tape(out, role="rollout", parent=source.uuid, provenance=dict(provenance or {}))
@@ -173,7 +176,6 @@ def run(
             pins = Pins(source, engine, foreign=foreign_pins)
             driver = None
             try:
-                _import()
                 pins.install()
                 session = sessions.start(out, options)
                 _rolltape_hook.watch(_rolltape_hook.HOOKS)
@@ -186,6 +188,10 @@ def run(
                     raise UsageError(f"it could not be recorded: {session.faults or 'dropped'}")
                 ended = time.time_ns()
                 tested = tested or _self_test(driver, source, engine, options)
+            except PinError:
+                sessions.stop()
+                shutil.rmtree(out)  # nobody should take what ran so far for a replay
+                raise
             finally:
                 sessions.stop()
                 if driver is not None:

@@ -53,6 +53,11 @@ class Comparison:
     problem: str | None = None
 
     @property
+    def shown(self) -> Mapping[str, Any]:
+        """The difference that is reported: that of the first token, else the first of all."""
+        return self.token or self.first or {}
+
+    @property
     def step(self) -> int | None:
         """Step of the base rollout with the first difference."""
         return None if self.first is None else int(self.first["step"])
@@ -67,6 +72,7 @@ class CaseResult:
         verdict: `passed` only if values were compared and every one has the same bits.
         reason: one line.
         asked: whether it was asked for by name.
+        applies: whether this engine, model and machine have what it is about.
         comparisons: one for each execution.
         first: the comparison that the verdict rests on; None unless it failed.
         site: the first differing site: site, sequence, position, step; or `{"reason": ...}`.
@@ -77,10 +83,16 @@ class CaseResult:
     verdict: Verdict
     reason: str
     asked: bool = False
+    applies: bool = True
     comparisons: Sequence[Comparison] = ()
     first: Comparison | None = None
     site: Mapping[str, Any] | None = None
     seconds: float = 0.0
+
+    @property
+    def missed(self) -> bool:
+        """Whether it was not run, but should have been."""
+        return self.verdict == "not-run" and (self.asked or self.applies)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -90,6 +102,7 @@ class CaseResult:
             "verdict": self.verdict,
             "reason": self.reason,
             "asked": self.asked,
+            "applies": self.applies,
             "variant": None if first is None else first.variant,
             "first": None if first is None else first.first,
             "token": None if first is None else first.token,
@@ -113,15 +126,15 @@ class Report:
 
     @property
     def exit_status(self) -> int:
-        """0 all that ran passed, 1 a case failed, 3 nothing failed but something asked for by name,
-        or everything, was not run.
+        """0 all that applies passed, 1 a case failed, 3 nothing failed, but something that applies
+        or was asked for by name, or everything, was not run.
         """
         verdicts = {case.verdict for case in self.cases}
         if "failed" in verdicts:
             return 1
         if "passed" not in verdicts:
             return 3
-        return 3 if any(c.asked and c.verdict == "not-run" for c in self.cases) else 0
+        return 3 if any(c.missed for c in self.cases) else 0
 
     @property
     def verdict(self) -> Verdict:

@@ -55,8 +55,8 @@ def verify(
     """Record a rollout of MODEL, run it again in other ways with its tokens forced, and compare
     sampled-token logprobs and routes bit by bit.
 
-    Exit status: 0 all that ran passed, 1 a case failed, 2 bad usage, 3 nothing failed, but a case
-    that was asked for by name (or every case) could not be run.
+    Exit status: 0 everything that applies to the engine passed, 1 a case failed, 2 bad usage,
+    3 nothing failed, but a case that applies or was asked for by name could not be run.
     """
     from rolltape.replay.verify.output import print_report, write_junit
     from rolltape.replay.verify.suite import verify as run

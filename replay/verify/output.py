@@ -23,8 +23,7 @@ def summary(case: CaseResult) -> str:
     """The first token and the first site of a case that failed; else the reason."""
     if case.first is None or case.first.first is None:
         return case.reason
-    found = case.first.token or case.first.first
-    return f"{case.first.variant}: {place_of(found)}\nsite: {site_of(case)}"
+    return f"{case.first.variant}: {place_of(case.first.shown)}\nsite: {site_of(case)}"
 
 
 def details(case: CaseResult) -> str:

@@ -102,11 +102,18 @@ def _run(bench: Bench, name: str, unsteady: int | None) -> CaseResult:
     try:
         found = bench.run(name)
     except NotApplicableError as error:
-        return CaseResult(case=name, verdict="not-run", reason=str(error))
+        return CaseResult(case=name, verdict="not-run", reason=str(error), applies=False)
+    except Exception as error:  # what breaks one case says nothing of the others
+        words = str(error).splitlines()[0] if str(error) else ""
+        return CaseResult(case=name, verdict="not-run", reason=f"{type(error).__name__}: {words}")
     result = judge(name, found, unsteady)
     if result.first is None:
         return result
-    return replace(result, site=bench.site(name, result.first))
+    try:
+        return replace(result, site=bench.site(name, result.first))
+    except Exception as error:  # the case has failed, whatever becomes of its site
+        reason = f"not found: {type(error).__name__}: {error}"
+        return replace(result, site={"reason": reason})
 
 
 def judge(name: str, found: Sequence[Comparison], unsteady: int | None) -> CaseResult:

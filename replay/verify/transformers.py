@@ -15,6 +15,7 @@ import transformers
 
 import rolltape
 from rolltape.recorder.facts import model_facts
+from rolltape.recorder.moe import find_moe_blocks
 from rolltape.recorder.options import Options
 from rolltape.replay.executors import transformers as executor
 from rolltape.replay.executors.protocol import Execution
@@ -263,13 +264,12 @@ class Bench:
 
     def _routes(self) -> Comparison:
         """Score the rollout with live and with the recorded routes: are they the same choice?"""
+        if not find_moe_blocks(self.model):
+            raise NotApplicableError("this model has no experts to route to")
         tapes = []
         for switches in (["routing=live"], ["routing=ids"]):
             root = self._next(switches[0])
-            try:
-                score_tape(self.base, root, self.model, switches=Switches.parse(switches))
-            except (UsageError, ForcingError) as error:
-                raise NotApplicableError(f"routes cannot be forced here: {error}") from error
+            score_tape(self.base, root, self.model, switches=Switches.parse(switches))
             tapes.append({s.origin: s for s in rolltape.open(root)})
         live, forced = tapes
         pairs = []
@@ -298,10 +298,11 @@ class Bench:
             return {"reason": "not looked for: what differs is the choice of experts itself"}
         if case == "tp":
             return {"reason": "not looked for: the other side ran in other processes"}
-        key = self._rows[str((comparison.first or {})["sequence"])]
-        # a difference that comes and goes may be in any row next time
-        watched = None if case == CONTROL else {key.text}
-        steps = (comparison.step or 0) - self.call.first_step + 1
+        key = self._rows[str(comparison.shown["sequence"])]
+        watched: set[str] | None = {key.text}
+        steps = int(comparison.shown["step"]) - self.call.first_step + 1
+        if case == CONTROL:  # what comes and goes may be in any row and step next time
+            watched, steps = None, self.call.steps
         mine = [self._short(self.call, steps)]
         other = self._other(case, comparison.variant, key, steps)
         sides = ((mine, lambda: self._execute("taps", mine)), other)

@@ -141,8 +141,8 @@ class Bench:
         """Run both sides again with taps and name the first site at which they part."""
         if case in ("graphs", "tp"):
             return {"reason": "not looked for: the other side ran in another process"}
-        first = comparison.first or {}
-        rows = range(self.work.prompts) if case == CONTROL else [_row(str(first["sequence"]))]
+        mine = _row(str(comparison.shown["sequence"]))
+        rows = range(self.work.prompts) if case == CONTROL else [mine]
         try:
             check_eager(self._facts["effective"])
             for _ in range(_LOOKS):

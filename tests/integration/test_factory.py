@@ -87,7 +87,7 @@ def test_the_fsdp_example_on_two_ranks_scores_as_the_model_in_one_process(
     sharded = store.open(tmp_path / "sharded")
     assert not sharded.problems and fsck(tmp_path / "sharded").findings == ()
     assert sharded.header["provenance"]["on"] == "fsdp_factory:factory"
-    assert [row["ranks"] for row in sharded.engines.values()] == ['{"world": [0, 2]}']
+    assert [row["ranks"] for row in sharded.engines.values()] == [{"world": [0, 2]}]
     assert len(list(sharded.rows("steps"))) >= 3
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,6 +17,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -27,7 +29,7 @@ from rolltape.replay.verify.output import write_junit
 from rolltape.replay.verify.prompts import Workload
 from rolltape.replay.verify.suite import judge
 from rolltape.store.errors import UsageError
-from tests.integration.conftest import DEVICE, ROOT, TINY_MOE, make_model
+from tests.integration.conftest import BASE, DEVICE, ROOT, TINY_MOE, make_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(DEVICE != "cpu", reason="bits of the CPU")]
 
@@ -203,6 +205,29 @@ def test_noise_that_begins_late_does_not_hide_what_differs_before(steady: Any) -
     assert named(report, "not-run") == {"slot"}
 
 
+def test_a_case_that_breaks_is_no_pass_and_the_others_go_on(steady: Any) -> None:
+    def chunk(_: Any, args: Any, kwargs: Any) -> None:
+        if 1 < kwargs["input_ids"].shape[1] < SMALL["length"]:
+            raise RuntimeError("no chunks here")
+
+    handle = steady.register_forward_pre_hook(chunk, with_kwargs=True)
+    report = verify("transformers", steady, **SMALL)
+    handle.remove()
+    found = by_case(report)["chunked"]
+    assert (found.verdict, found.reason) == ("not-run", "RuntimeError: no chunks here")
+    assert named(report, "passed") == APPLIES - {"chunked"}
+    assert report.exit_status == 3
+
+
+def test_a_dense_model_has_no_routes() -> None:
+    torch.manual_seed(0)
+    dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE)).double().eval()
+    report = verify("transformers", dense, **SMALL)
+    assert named(report, "passed") == APPLIES - {"routes"}, report.as_dict()
+    assert by_case(report)["run-to-run"].comparisons[0].compared == {"raw": 30}
+    assert report.exit_status == 0
+
+
 def test_a_model_without_a_map_of_sites_says_so(steady: Any) -> None:
     steady.config.model_type = "unheard-of"
     with scaled(steady, lambda x: torch.arange(len(x)) == 0):
@@ -253,6 +278,21 @@ def test_what_it_says_of_the_bundled_model_is_what_the_model_does(dtype: str) ->
     assert not bench.base.path.exists()
 
 
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="no accelerate to split a model with")
+def test_two_ranks_are_compared_with_one() -> None:
+    work = Workload(prompts=2, tokens=3, length=8, seed=0)
+    bench = on_transformers.bench(str(TINY_MOE), work, dtype="float32", device="cpu")
+    try:
+        (found,) = bench.run("tp")
+    finally:
+        bench.close()
+    assert found.problem is None and found.compared["raw"] == 6
+    assert found.compared["routes.ids"] == 2 * 10 * 6
+    if found.token is not None:  # sums of two parts may be the same, they cannot be far off
+        one, two = (float(found.token[side]["decimal"]) for side in ("recorded", "found"))
+        assert one == pytest.approx(two, abs=1e-3)
+
+
 # -- the command ------------------------------------------------------------------------------
 
 
@@ -280,6 +320,10 @@ def test_exit_statuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     told = json.loads(capsys.readouterr().out)
     assert told["verdict"] == "passed" and told["lengths"] == [8, 8]
     assert [case["case"] for case in told["cases"]] == ["run-to-run"]
+    assert told["attention"] == "sdpa"
+    eager = ("--case", "run-to-run", "--set", "attn_implementation=eager", "--json")
+    assert command(*TINY, *eager) == 0
+    assert json.loads(capsys.readouterr().out)["attention"] == "eager"
     assert command(*TINY, "--case", "graphs") == 3
     assert "graphs" in capsys.readouterr().out
     assert command(*TINY, "--case", "nonsense") == 2
@@ -287,13 +331,14 @@ def test_exit_statuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert command("--engine", "transformers", str(tmp_path / "nowhere")) == 2
     assert command(*TINY, "--dtype", "float33") == 2
     assert command(*TINY, "--tokens", "5000") == 2
+    assert command(*TINY, "--set", "nonsense") == 2
     assert command(*TINY, "--junit", str(tmp_path / "no" / "f.xml")) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
-    assert len(errors) == 6
+    assert len(errors) == 7
 
 
-def result(case: str, verdict: Any, *, asked: bool = False) -> CaseResult:
-    return CaseResult(case=case, verdict=verdict, reason="", asked=asked)
+def result(case: str, verdict: Any, **how: bool) -> CaseResult:
+    return CaseResult(case=case, verdict=verdict, reason="", **how)
 
 
 def test_what_was_not_run_is_never_a_pass() -> None:
@@ -301,9 +346,11 @@ def test_what_was_not_run_is_never_a_pass() -> None:
         return Report(facts={}, cases=cases).exit_status
 
     passed, failed = result("run-to-run", "passed"), result("batch", "failed")
-    absent, wanted = result("tp", "not-run"), result("tp", "not-run", asked=True)
+    absent = result("tp", "not-run", applies=False)
+    wanted = result("tp", "not-run", applies=False, asked=True)
     assert status(passed, absent) == 0
     assert status(passed, wanted) == 3
+    assert status(passed, result("chunked", "not-run")) == 3  # it broke, or could not be told
     assert status(passed, failed, wanted) == 1
     assert status(absent) == 3
     assert judge("slot", [Comparison(variant="v")], None).verdict == "not-run"
@@ -349,12 +396,12 @@ def test_the_pytest_plugin(tmp_path: Path) -> None:
         *("--rolltape-engine", "transformers", "--rolltape-model", str(TINY_MOE)),
         *("--rolltape-prompts", "2", "--rolltape-tokens", "3", "--rolltape-length", "8"),
     ]
-    done = pytest_with(*given, "--rolltape-case", "slot", "--junitxml=j.xml", cwd=tmp_path)
-    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout
+    cases = ("--rolltape-case", "slot", "--rolltape-case", "graphs")
+    done = pytest_with(*given, *cases, "--junitxml=j.xml", cwd=tmp_path)
+    # what was asked for and cannot be run is no pass
+    assert done.returncode == 1 and "1 failed, 3 passed" in done.stdout, done.stdout
     names = [case.get("name") for case in ElementTree.parse(tmp_path / "j.xml").iter("testcase")]
-    assert names == ["test_one", "rolltape-run-to-run", "rolltape-slot"]
-    absent = pytest_with(*given, "--rolltape-case", "graphs", cwd=tmp_path)
-    assert absent.returncode == 1 and "1 failed, 2 passed" in absent.stdout, absent.stdout
+    assert names == ["test_one", "rolltape-run-to-run", "rolltape-slot", "rolltape-graphs"]
     assert pytest_with(*given[:2], cwd=tmp_path).returncode == 4
 
 

@@ -203,13 +203,34 @@ def test_of_a_trainer_the_scorings_for_one_purpose_are_chosen(tmp_path):
         select(b, a, scoring="old")
 
 
-def test_a_tape_of_rollouts_and_trainer_is_compared_within(tmp_path):
-    samples = random_samples(2)
-    write_tape(tmp_path / "a", samples, sealed=False)
-    write_tape(tmp_path / "b", trained(samples), engine=TRAINER, role="trainer", sealed=False)
+def with_trainer(folder, samples):
+    """A tape of the samples and of a trainer's passes over them."""
+    write_tape(folder / "a", samples, sealed=False)
+    write_tape(folder / "b", trained(samples), engine=TRAINER, role="trainer", sealed=False)
     ours = shutil.ignore_patterns("*.json")
-    shutil.copytree(tmp_path / "b", tmp_path / "a", dirs_exist_ok=True, ignore=ours)
-    tape = store.open(tmp_path / "a")
+    shutil.copytree(folder / "b", folder / "a", dirs_exist_ok=True, ignore=ours)
+    return store.open(folder / "a")
+
+
+def test_passes_of_a_trainer_in_a_are_no_partners_of_another_ones(tmp_path):
+    samples = random_samples(2)
+    a = with_trainer(tmp_path, samples)
+    other = trained(samples)
+    for sample in other:  # its keys say nothing: they are joined by their tokens
+        sample.request = f"again-{sample.request}"
+    b = write_tape(tmp_path / "other", other, engine="c" * 32, role="trainer")
+    found = select(a, b, scoring="old")
+    assert [p.a.engine for p in found.pairs] == [ENGINE_A] * 2
+    assert not any(p.ambiguous for p in found.pairs)
+    assert not found.unmatched_a and not found.unmatched_b
+    # two trainers may be compared as well, but no trainer with itself
+    only = store.open(tmp_path / "b")
+    assert {p.a.engine for p in select(only, b, scoring="old").pairs} == {TRAINER}
+    assert not select(only, only, scoring="old").pairs
+
+
+def test_a_tape_of_rollouts_and_trainer_is_compared_within(tmp_path):
+    tape = with_trainer(tmp_path, random_samples(2))
     pairs = select(tape, tape, scoring="old").pairs
     assert {(p.a.engine, p.b.engine) for p in pairs} == {(ENGINE_A, TRAINER)}
     assert len(pairs) == 2 and not any(p.ambiguous for p in pairs)

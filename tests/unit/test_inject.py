@@ -502,7 +502,16 @@ print(tensorrt_llm.part.bound, {inject!r} in sys.path)
 """
 
 
-def test_pth_adopts_variables_that_arrive_late(job: Jobs, venv: Path) -> None:
+#: As a worker may find out, before that, whether the engine is installed.
+ASK = """sys.path[:0] = [{folder!r}]
+from importlib.util import find_spec
+assert find_spec("tensorrt_llm") is not None and "tensorrt_llm" not in sys.modules
+sys.path.remove({folder!r})
+"""
+
+
+@pytest.mark.parametrize("asked", ["", ASK], ids=["not asked", "asked"])
+def test_pth_adopts_variables_that_arrive_late(job: Jobs, venv: Path, asked: str) -> None:
     package = job.folder / "tensorrt_llm"
     package.mkdir()
     (package / "__init__.py").write_text("import os\nassert os.environ['ROLLTAPE_TAPE']\n")
@@ -510,10 +519,11 @@ def test_pth_adopts_variables_that_arrive_late(job: Jobs, venv: Path) -> None:
     with (job.folder / "fake_recorder.py").open("a") as file:
         file.write("def part():\n    sys.modules['tensorrt_llm.part'].bound += 1\n")
     where = {"folder": str(job.folder), "root": str(ROOT), "tape": str(job.tape)}
+    code = LATE.replace("sys.path[:0]", asked + "sys.path[:0]")
     env = {k: v for k, v in job.env(hook=False).items() if k != "PYTHONPATH"}
     with pth_file(str(venv)):
         done = subprocess.run(
-            [venv, "-c", LATE.format(**where, inject=str(INJECT))],
+            [venv, "-c", code.format(**where, inject=str(INJECT))],
             env=env,
             capture_output=True,
             text=True,

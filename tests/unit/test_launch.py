@@ -24,7 +24,8 @@ import rolltape
 from rolltape import store
 from rolltape.recorder.cli import record
 from rolltape.recorder.injection import INJECT, prepended
-from rolltape.recorder.launch import _Bounded, with_python
+from rolltape.recorder.launch import Job, _Bounded, with_python
+from rolltape.recorder.options import Options
 from rolltape.recorder.output import default_output, expand, prepare_output, short_name
 from rolltape.recorder.settings import FLAGS
 from rolltape.recorder.summary import summarize
@@ -727,6 +728,16 @@ def test_print_env_shows_the_variables_and_starts_nothing(invoke: Any, tmp_path:
         "ROLLTAPE_MAX_BYTES": "0",
         "ROLLTAPE_PACKAGE": str(rolltape.__file__),
     }
+
+
+def test_an_option_of_an_earlier_choice_does_not_reach_the_command(tmp_path: Path) -> None:
+    stale = {"ROLLTAPE_STEPS": "5:6", "TLLM_ROLLTAPE_STEPS": "5:6", "ROLLTAPE_SAMPLE_RATE": "0.1"}
+    env = {**stale, "ROLLTAPE_STORAGE_OPTIONS": "{}", "HOME": "/h"}
+    job = Job(command=("true",), tape=str(tmp_path), options=Options(sample_rate=0.5), env=env)
+    found = job.environment
+    assert "ROLLTAPE_STEPS" not in found and "TLLM_ROLLTAPE_STEPS" not in found
+    assert found["ROLLTAPE_SAMPLE_RATE"] == found["TLLM_ROLLTAPE_SAMPLE_RATE"] == "0.5"
+    assert (found["HOME"], found["ROLLTAPE_STORAGE_OPTIONS"]) == ("/h", "{}")
 
 
 def test_options_become_variables(invoke: Any) -> None:

@@ -16,6 +16,7 @@ from rolltape.recorder.provenance import (
     git_state,
     library_versions,
     mask_argv,
+    mask_settings,
     nvidia_state,
     provenance,
 )
@@ -234,3 +235,27 @@ def test_provenance_is_json(tmp_path: Path) -> None:
     assert facts["env"] == {"RANK": "0"}
     assert facts["rolltape"] == rolltape.__version__
     assert facts["executable"] == sys.executable
+
+
+def test_settings_keep_what_decides_numbers_and_no_secret() -> None:
+    given = {
+        "env_overrides": {"HF_TOKEN": SECRET, "MYSTERY": SECRET, "NCCL_ALGO": "Ring"},
+        "hf_token": SECRET,
+        "api_key": [SECRET],
+        "model": f"https://user:{SECRET}@host/m",
+        "kv_cache_config": {"free_gpu_memory_fraction": 0.5, "secret": {"a": SECRET}},
+        "nested": [{"password": SECRET, "argv": [f"--token={SECRET}"]}],
+        "env.NCCL_PROTO": "LL",
+        "max_num_tokens": 8192,
+        "pad_token": 0,
+        "tokenizer": "there",
+        "environment_key": None,
+    }
+    found = mask_settings(given)
+    assert SECRET not in json.dumps(found)
+    assert found["env_overrides"] == {"HF_TOKEN": "***", "MYSTERY": "***", "NCCL_ALGO": "Ring"}
+    assert found["hf_token"] == found["api_key"] == "***"
+    assert found["model"] == "https://***@host/m"
+    assert found["kv_cache_config"] == {"free_gpu_memory_fraction": 0.5, "secret": "***"}
+    kept = ("env.NCCL_PROTO", "max_num_tokens", "pad_token", "tokenizer", "environment_key")
+    assert {n: found[n] for n in kept} == {n: given[n] for n in kept}

@@ -341,6 +341,50 @@ def test_tokens_that_a_postprocess_worker_took_are_a_gap(session: Session, proce
     assert (gap["request"], gap["start"]) == ("1", 2)
 
 
+def test_settings_go_on_the_tape_without_secrets(session: Session, process: Any) -> None:
+    args = SimpleNamespace(
+        model="m", env_overrides={"HF_TOKEN": "Sesame0pen", "OTHER": "Sesame0pen"}, max_seq_len=7
+    )
+    frontend.engine_started(session, SimpleNamespace(args=args))
+    session.close()
+    (row,) = store.open(session.tape).rows("engines")
+    asked = json.loads(row["requested"])
+    assert asked["env_overrides"] == {"HF_TOKEN": "***", "OTHER": "***"}
+    assert (asked["model"], asked["max_seq_len"]) == ("m", 7)
+
+
+def test_a_front_end_without_workers_is_said_once(session: Session, process: Any) -> None:
+    for name in (1, 2):  # of an engine that was made before the recording
+        result = _result(name, [5, 6])
+        frontend.opened(session, result, Proxy())
+    idle = frontend.current_engine().replace("0", "f")
+    session.put(lambda w: _closed(w, frontend.current_engine()), nbytes=1, gap={})
+    session.put(_front(idle), nbytes=1, gap={})  # it has generated nothing
+    session.close()
+    place = LocalPlace(Path(session.tape))
+    for _ in range(2):
+        find_unreached(place)
+    events = [e for e in store.open(session.tape).rows("events") if e["kind"] == "finding"]
+    assert [e["engine"] for e in events] == [frontend.current_engine()]
+    (text,) = summarize(place, Path("nowhere")).unreached
+    assert "only its front end was recorded" in text and "--inject pth" in text
+    (notice,) = [e for e in store.open(session.tape).rows("events") if e["kind"] == "notice"]
+    assert "made before the recording" in notice["detail"]
+    with TapeWriter(session.tape) as writer:  # now one is there
+        _front(idle, process="worker")(writer)
+        engine_job(notice["engine"], "rollout", "tensorrt_llm", {"process": "worker"})(writer)
+    assert reached._unreached(place) == set()
+
+
+def _front(engine: str, process: str = "frontend") -> Any:
+    return engine_job(engine, "rollout", "tensorrt_llm", {"process": process})
+
+
+def _closed(writer: TapeWriter, engine: str) -> None:
+    row = {"engine": engine, "request": "1", "sample": 0, "pass": 0, "finish": "stop"}
+    writer.append("sequences", {**row, "prompt_len": 2, "length": 3})
+
+
 def test_of_several_samples_each_has_its_own_end(session: Session, process: Any) -> None:
     result = _result(1, [5, 6], n=2)
     frontend.opened(session, result, Proxy())

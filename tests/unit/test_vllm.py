@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+import rolltape
 from rolltape import store
 from rolltape.recorder import session
+from rolltape.recorder.inject import _rolltape_hook
 from rolltape.recorder.options import Options
 from rolltape.recorder.tactics.rows import graph_key
 from rolltape.recorder.vllm import compiled, graphs
 from rolltape.recorder.vllm.arguments import read_arguments
+from rolltape.recorder.vllm.identity import engine_of
 
 
 class Backend(enum.StrEnum):
@@ -96,6 +100,34 @@ def test_compiled_code_has_a_key_of_its_own_where_routes_are_recorded(recording:
 def test_compiled_code_is_shared_where_they_are_not(recording: Any) -> None:
     recording(level="tokens")
     assert key() == "0123456789"
+
+
+class VllmConfig:
+    """What is patched of it."""
+
+    def __post_init__(self) -> None:
+        self.made = True
+
+    def compute_hash(self) -> str:
+        return "0123456789"
+
+
+def test_the_configuration_is_as_before_after_a_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("vllm", "vllm.config", "vllm.config.vllm"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["vllm.config.vllm"], "VllmConfig", VllmConfig, raising=False)
+    hooks = {"vllm.config.vllm": _rolltape_hook.HOOKS["vllm.config.vllm"]}
+    monkeypatch.setattr(_rolltape_hook, "HOOKS", hooks)
+    before = dict(vars(VllmConfig))
+    for number in range(2):  # and it is patched again by the next one
+        with rolltape.record(tmp_path / str(number)):
+            config = VllmConfig()
+            config.__post_init__()
+            assert config.made and len(engine_of(config)) == 32
+            assert config.compute_hash() != "0123456789"
+        assert dict(vars(VllmConfig)) == before
 
 
 FULL, NONE = SimpleNamespace(name="FULL"), SimpleNamespace(name="NONE")
