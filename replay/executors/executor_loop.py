@@ -92,6 +92,8 @@ class Loop:
         self._own: dict[int, tuple[Any, deque[Own]]] = {}  # by id of a `py_result`, and that itself
         #: forwards with something else than padding
         self.forwards = 0
+        #: whether a step was composed otherwise than the recorded one, or did not come
+        self.broken = False
         #: logprobs that were not computed by the engine: of tokens that it did not draw
         self.computed = 0
         self.problem: BaseException | None = None
@@ -106,6 +108,13 @@ class Loop:
             if not self._patches.around(owner, name, wrapper):
                 self._patches.undo()
                 raise UsageError(f"this TensorRT-LLM has no {owner.__name__}.{name} to drive it by")
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine has nothing to run of what was handed in."""
+        script = self._script
+        there = script is None or set(script.sequences) <= self._seen
+        return not self._executor.active_requests and (there or self.broken)
 
     def close(self) -> None:
         """Undo the patches."""
@@ -148,7 +157,7 @@ class Loop:
         ran = bool(answer[0] is not None and answer[0].batch_size)
         self._empty = 0 if ran else self._empty + 1
         if self._empty > _MOST_EMPTY and everyone:
-            self._over = True
+            self._over = self.broken = True
         if self._over and self._empty >= _LAST_EMPTY:
             self._cancel([request for request in everyone if not is_dummy(request)])
         elif ran and self._script is not None and self._script.steps:
@@ -238,7 +247,7 @@ class Loop:
         self._index += 1
         found = {script.keys.get(place): part for place, part in parts.items()}
         if found != {part.key: (part.start, part.n) for part in step.parts}:
-            self._over = True
+            self._over = self.broken = True
 
     # -- which tokens ---------------------------------------------------------------------
 

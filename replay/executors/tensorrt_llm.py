@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ _NOT_AGAIN = ("model", "tokenizer", "skip_tokenizer_init", "enable_autotuner")
 _NOT_SAMPLING = ("greedy", "best_of", "use_beam_search")
 #: Findings and notices that say that the recording is not whole, or of mixed weights.
 _NOT_WHOLE = ("weights-dirty", "weights-mixed", "unsupported-batch")
+#: An engine without requests may take so long to answer the last of them.
+_MOST_SILENT_S, _POLL_S = 3.0, 0.05
 #: Size of the self-test: rows, prompt tokens, steps.
 _TESTED_ROWS, _TESTED_TOKENS, _TESTED_STEPS = 4, 12, 6
 
@@ -227,6 +230,9 @@ def _self_test(driver: _Driver, source: Tape, engine: str, options: Options) -> 
 
     After the schedule, so that no cache of the engine knows of it; on a tape that is thrown away.
     """
+    if driver.loop.broken:
+        reason = "a step was composed otherwise: nothing was tested"
+        return {"neutral": None, "control": None, "reason": reason}
     mine = [s for s in source if s.key.engine == engine and s.prompt_len]
     kinds = {json.dumps(_drawn_by(s), sort_keys=True): s for s in mine}
     hows = [{"temperature": 1.0}, *(json.loads(kind) for kind in kinds)][:_TESTED_ROWS]
@@ -407,14 +413,31 @@ class _Driver:
         return found
 
     def _finish(self, script: Script, futures: Sequence[Any]) -> None:
+        """Run a script, and wait for its answers as long as there is something that may give one.
+
+        What hands the engine's answers over is a thread of its own, which may have died.
+        """
         self.loop.begin(script)
-        failed: Exception | None = None
-        for future in futures:
-            try:
-                future.result()
-            except Exception as error:
-                failed = failed or error
-        problem = self.pins.problem or self.loop.problem or failed
+        failed: list[Exception] = []
+
+        def wait() -> None:
+            for future in futures:
+                try:
+                    future.result()
+                except Exception as error:
+                    failed.append(error)
+
+        waiting = threading.Thread(target=wait, daemon=True, name="rolltape-answers")
+        waiting.start()
+        silent = 0.0
+        while waiting.is_alive() and silent < _MOST_SILENT_S:
+            waiting.join(_POLL_S)
+            silent = silent + _POLL_S if self.loop.ended else 0.0
+        problem = self.pins.problem or self.loop.problem
+        if problem is None and not self.loop.broken:
+            problem = failed[0] if failed else None
+            if waiting.is_alive():
+                problem = UsageError("the engine ended its requests and did not answer")
         if problem is not None:
             raise problem
 

@@ -57,6 +57,12 @@ class Comparison:
         """The difference that is reported: that of the first token, else the first of all."""
         return self.token or self.first or {}
 
+    def same_values(self, other: Comparison) -> bool:
+        """Whether another run of the variant differs in the same way, as far as is told."""
+        return all(
+            getattr(self, name) == getattr(other, name) for name in ("differ", "first", "token")
+        )
+
     @property
     def step(self) -> int | None:
         """Step of the base rollout with the first difference."""
@@ -76,6 +82,8 @@ class CaseResult:
         comparisons: one for each execution.
         first: the comparison that the verdict rests on; None unless it failed.
         site: the first differing site: site, sequence, position, step; or `{"reason": ...}`.
+        repeatable: whether the execution that failed has the same values when it is run again;
+            None where that is not known.
         seconds: that it took.
     """
 
@@ -87,6 +95,7 @@ class CaseResult:
     comparisons: Sequence[Comparison] = ()
     first: Comparison | None = None
     site: Mapping[str, Any] | None = None
+    repeatable: bool | None = None
     seconds: float = 0.0
 
     @property
@@ -107,6 +116,7 @@ class CaseResult:
             "first": None if first is None else first.first,
             "token": None if first is None else first.token,
             "site": self.site,
+            "repeatable": self.repeatable,
             "comparisons": [dict(vars(c)) for c in self.comparisons],
             "seconds": round(self.seconds, 3),
         }
@@ -161,6 +171,9 @@ class Bench(Protocol):
         Raises:
             NotApplicableError: it cannot be run here.
         """
+
+    def again(self, case: str, variant: str) -> Comparison | None:
+        """Run one variant of a case once more; None where that is not done."""
 
     def site(self, case: str, comparison: Comparison) -> Mapping[str, Any]:
         """The first differing site of a comparison of a case that failed."""

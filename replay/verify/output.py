@@ -23,7 +23,10 @@ def summary(case: CaseResult) -> str:
     """The first token and the first site of a case that failed; else the reason."""
     if case.first is None or case.first.first is None:
         return case.reason
-    return f"{case.first.variant}: {place_of(case.first.shown)}\nsite: {site_of(case)}"
+    lines = [f"{case.first.variant}: {place_of(case.first.shown)}", f"site: {site_of(case)}"]
+    if case.repeatable is False:
+        lines.append(f"{case.first.variant} twice differs, too")
+    return "\n".join(lines)
 
 
 def details(case: CaseResult) -> str:

@@ -109,11 +109,23 @@ def _run(bench: Bench, name: str, unsteady: int | None) -> CaseResult:
     result = judge(name, found, unsteady)
     if result.first is None:
         return result
+    if name != CONTROL:
+        result = _repeated(bench, name, result, result.first)
     try:
         return replace(result, site=bench.site(name, result.first))
     except Exception as error:  # the case has failed, whatever becomes of its site
         reason = f"not found: {type(error).__name__}: {error}"
         return replace(result, site={"reason": reason})
+
+
+def _repeated(bench: Bench, name: str, result: CaseResult, first: Comparison) -> CaseResult:
+    """Whether what failed is at least the same each time: the control is of the whole batch."""
+    second = bench.again(name, first.variant)
+    if second is None:
+        return result
+    same = first.same_values(second)
+    reason = result.reason if same else f"{result.reason}; {first.variant} twice differs, too"
+    return replace(result, reason=reason, repeatable=same)
 
 
 def judge(name: str, found: Sequence[Comparison], unsteady: int | None) -> CaseResult:

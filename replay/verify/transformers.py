@@ -144,6 +144,12 @@ class Bench:
             return [self._tensor_parallel()]
         return [self._executed(name, calls) for name, calls in self._variants(case)]
 
+    def again(self, case: str, variant: str) -> Comparison | None:
+        """Run one variant of a case once more; forwards were run twice already."""
+        if case in ("prefill-decode", "routes", "tp"):
+            return None
+        return self._executed(variant, dict(self._variants(case))[variant])
+
     # -- the base -------------------------------------------------------------------------
 
     def _record(self) -> Tape:

@@ -46,8 +46,8 @@ def bench(
     """Start an engine and record the base rollout."""
     if not isinstance(model, str):
         raise UsageError("--engine vllm takes the path of a checkpoint")
-    if device is not None:
-        raise UsageError(f"--device {device}: vLLM runs on the device it was built for")
+    if device is not None and device != (here := _device()):
+        raise UsageError(f"--device {device}: this vLLM runs on {here}")
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
         raise UsageError(f"model {model}: no such folder", hint="the path of a checkpoint")
     return Bench(model, work, _arguments(work, dtype, arguments or {}))
@@ -136,6 +136,18 @@ class Bench:
         if case == "tp":
             return [self._two_ranks()]
         raise NotApplicableError("vLLM takes no routes: they are forced on transformers")
+
+    def again(self, case: str, variant: str) -> Comparison | None:
+        """Run one variant of a case once more."""
+        if variant not in self._again:
+            return None
+        found, problem = self._executed(variant, self._again[variant])
+        if case == "prefill-decode":
+            pairs = zip(found, self._base, strict=True)
+            values = [_as_prompt(sequence, base) for sequence, base in pairs]
+        else:
+            values = [Values.of(sequence) for sequence in found]
+        return self._against(variant, values, problem)
 
     def site(self, case: str, comparison: Comparison) -> Mapping[str, Any]:
         """Run both sides again with taps and name the first site at which they part."""
@@ -349,6 +361,12 @@ class Bench:
 
 def _row(name: str, mark: str = "-") -> int:
     return int(name.rpartition(mark)[2])
+
+
+def _device() -> str:
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
 
 
 def _lots(rows: Sequence[int], size: int) -> list[Sequence[int]]:

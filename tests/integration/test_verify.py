@@ -102,13 +102,15 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
 
 
 @contextmanager
-def noisy_attention(model: Any, *, layer: int, beyond: int = 0) -> Iterator[None]:
-    """Attention of one layer has other bits each time, for caches of more than `beyond` tokens."""
+def noisy_attention(
+    model: Any, *, layer: int, beyond: int = 0, rows: range = range(1000)
+) -> Iterator[None]:
+    """Attention of a layer has other bits each time, beyond so many tokens, for so many rows."""
     generator = torch.Generator().manual_seed(0)
 
     def forward(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         output, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
-        if module.layer_idx == layer and key.shape[2] > beyond:
+        if module.layer_idx == layer and key.shape[2] > beyond and len(key) in rows:
             noise = torch.rand(output.shape, generator=generator, dtype=torch.float64)
             output = output * (1 + 1e-3 * noise).to(output.dtype)
         return output, weights
@@ -203,6 +205,18 @@ def test_noise_that_begins_late_does_not_hide_what_differs_before(steady: Any) -
         report = verify("transformers", steady, cases=["batch", "slot"], **SMALL)
     assert named(report, "failed") == {"run-to-run", "batch"}
     assert named(report, "not-run") == {"slot"}
+
+
+def test_noise_of_another_composition_is_told_apart(steady: Any) -> None:
+    with noisy_attention(steady, layer=0, rows=range(1, 2)):
+        report = verify("transformers", steady, **SMALL)
+    assert named(report, "failed") == {"batch"}
+    found = by_case(report)["batch"]
+    assert found.repeatable is False and "batch of 1 twice differs, too" in found.reason
+    assert found.site["site"] == "layers.0.heads"
+    with scaled(steady, lambda x: len(x) < 4):
+        report = verify("transformers", steady, cases=["batch"], **SMALL)
+    assert by_case(report)["batch"].repeatable is True
 
 
 def test_a_case_that_breaks_is_no_pass_and_the_others_go_on(steady: Any) -> None:
@@ -458,4 +472,5 @@ def test_vllm_as_it_is_and_with_a_fault() -> None:
     }  # fmt: skip
     batch = next(case for case in found["fault"]["cases"] if case["case"] == "batch")
     assert batch["site"]["site"] == "layers.2.out" and batch["site"]["step"] == 1
+    assert batch["repeatable"] is True
     assert batch["token"]["what"] == "raw" and batch["token"]["step"] == 1

@@ -15,9 +15,13 @@ import numpy as np
 import pytest
 
 from rolltape import store
+from rolltape.recorder import reached
 from rolltape.recorder.options import Options
+from rolltape.recorder.reached import find_unreached
+from rolltape.recorder.rows import engine_job
 from rolltape.recorder.serving.batch import Roster
 from rolltape.recorder.session import Session
+from rolltape.recorder.summary import summarize
 from rolltape.recorder.tensorrt_llm import frontend, identity
 from rolltape.recorder.tensorrt_llm.identity import ENVIRONMENT_VARIABLE, copies
 from rolltape.recorder.tensorrt_llm.output import (
@@ -32,6 +36,8 @@ from rolltape.recorder.tensorrt_llm.schedule import Schedule, UnsupportedBatch, 
 from rolltape.recorder.tensorrt_llm.settings import findings
 from rolltape.recorder.tensorrt_llm.targets import TARGETS
 from rolltape.recorder.tensorrt_llm.weights import Weights
+from rolltape.store import TapeWriter
+from rolltape.store.places import LocalPlace
 from tests.manifests.check import load, target_problems
 
 

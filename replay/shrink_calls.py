@@ -1,0 +1,117 @@
+"""The smallest part of a re-execution that still has other bits: one call, cut behind a step.
+
+Rows of a call cannot be left out: who stands beside whom is what is run again.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rolltape.recorder.provenance import provenance
+from rolltape.replay.reexecute import reexecute
+from rolltape.replay.reproduction import reproduction
+from rolltape.replay.schedule import Call, read_schedule
+from rolltape.store import Tape, UsageError
+from rolltape.store.excerpt import write_excerpt
+
+
+def shrink_calls(
+    a: Tape, b: Tape, out: Path, *, model: nn.Module | None, device: str | None
+) -> dict[str, Any]:
+    """Keep the call of the first difference, cut behind its step, if that still differs.
+
+    Args:
+        a: a recording of transformers.
+        b: its re-execution.
+        out: folder of the new tape.
+        model: loaded already; by default what the tapes name.
+        device: torch device of a model that is loaded here.
+
+    Returns:
+        As `rolltape.replay.shrink.shrink`; `first` is the first difference of the new tape and its
+        re-execution, and column, bound and largest are None.
+
+    Raises:
+        UsageError: a switch of `b` that composes batches anew, or another engine.
+    """
+    start = time.perf_counter()
+    asked: Mapping[str, str] = b.header["provenance"]["switches"]
+    if asked["batch"] != "recorded":
+        raise UsageError(
+            f"{b.place} ran with batch={asked['batch']}: no recorded call is run again there",
+            hint="shrink a re-execution of the recorded batches",
+        )
+    schedule = read_schedule(a)
+    result: dict[str, Any] = {
+        "tape": None,
+        "parent": str(a.place),
+        "mode": "re-execute",
+        "column": None,
+        "bound": None,
+        "largest_before": None,
+        "switches": dict(asked),
+        "on": "transformers",
+    }
+
+    def answer(verdict: str, reason: str, **more: Any) -> dict[str, Any]:
+        seconds = round(time.perf_counter() - start, 3)
+        return {"verdict": verdict, "reason": reason, **result, **more, "seconds": seconds}
+
+    seen = reproduction(a, b)
+    if seen["first"] is None:
+        if seen["sequences"]:
+            return answer("identical", "no value differs: there is nothing to shrink")
+        return answer("not-run", "nothing of the two can be compared")
+    call = _call_of(schedule.calls, seen["first"])
+    if call is None:
+        return answer("not-run", "the call of the first difference cannot be laid out again")
+    whole = {row.key: len(row.prompt) + len(row.response) for row in call.rows}
+    drawn = seen["first"]["step"] - call.first_step + 1
+    cut = {row.key: min(whole[row.key], len(row.prompt) + drawn) for row in call.rows}
+    given = [f"weights={asked['weights']}"] if asked["weights"] != "recorded" else []
+    runs = 0
+    for lengths in (cut, whole):
+        runs += 1
+        with tempfile.TemporaryDirectory(prefix="rolltape-") as folder:
+            part = write_excerpt(a, Path(folder, "a"), lengths)
+            found = reexecute(part, Path(folder, "b"), switches=given, model=model, device=device)
+        if found["verdict"] in ("not-reproduced", "divergent"):
+            break
+    else:
+        return answer(
+            "not-reproduced",
+            f"run again on its own, the call is {found['verdict']}: {found['reason']}",
+            scorings=runs,
+        )
+    first = found["first"]
+    facts = {**provenance(sys.argv), "shrunk": {"replay": b.uuid, "switches": dict(asked)}}
+    root = write_excerpt(a, out, lengths, provenance=facts)
+    return answer(
+        "shrunk",
+        found["reason"],
+        tape=str(root),
+        largest=None,
+        first=first,
+        sequence=first["sequence"],
+        position=first["position"],
+        sequences=[len(a), len(lengths)],
+        tokens=[sum(s.length for s in a), sum(lengths.values())],
+        kept={key.id: n for key, n in lengths.items()},
+        scorings=runs,
+    )
+
+
+def _call_of(calls: tuple[Call, ...], first: Mapping[str, Any]) -> Call | None:
+    for call in calls:
+        names = {row.key.id for row in call.rows}
+        here = call.first_step <= first["step"] < call.first_step + call.steps
+        if first["sequence"] in names or (first["sequence"] is None and here):
+            return call
+    return None

@@ -1,0 +1,120 @@
+"""Two rollouts on TensorRT-LLM, and the tape of them run again.
+
+tensorrt_llm_reexecute_job.py record MODEL
+tensorrt_llm_reexecute_job.py again TAPE FOLDER RESULT MODEL-WITH-A-CHANGE [NAME=TAPE ...]
+
+RESULT gets what `reexecute` answers for the tape itself, with the other model, and for each other
+tape by its name: {"error": ...} where it refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tensorrt_llm import LLM
+from tensorrt_llm.llmapi import CudaGraphConfig, KvCacheConfig, MoeConfig
+from tensorrt_llm_job import FRESH, generate, mix, params, prompt
+
+from rolltape import store
+from rolltape.replay.executors import tensorrt_llm as executor
+from rolltape.replay.executors.protocol import Changes
+from rolltape.replay.reexecute import reexecute
+from rolltape.replay.reproduction import reproduction
+from rolltape.store import RolltapeError
+
+
+def everything(model: str) -> None:
+    """Overlap, chunks of prompts and of experts, padded graphs, several samples, unforeseen ends."""
+    engine = LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        kv_cache_config=FRESH,
+        enable_chunked_prefill=True,
+        max_num_tokens=16,
+        moe_config=MoeConfig(max_num_tokens=6),
+        cuda_graph_config=CudaGraphConfig(batch_sizes=[2, 4, 8], enable_padding=True),
+    )
+    with engine as llm:
+        # ids seed the draws of the double: those of a later run will be others
+        llm._executor.engine.next_req_id += 1000
+        first = generate(llm, mix())
+        fourth = first[0]["outputs"][0]["ids"][3]
+        scored = (prompt(13), params(prompt_logprobs=0, logprobs=0))
+        stop = (prompt(9), params(end_id=fourth, logprobs=0))
+        generate(llm, [stop, scored, *mix()[1:3]])
+        other = llm.generate_async(prompt(12), params(max_tokens=40, logprobs=0))
+        how = params(max_tokens=60, logprobs=0, temperature=1.0, end_id=-1)
+        gone = llm.generate_async(prompt(7), how, streaming=True)
+        for _ in range(4):
+            next(gone)
+        gone.abort()
+        gone.result()
+        other.result()
+
+
+def scarce(model: str) -> None:
+    """Prefixes that are taken over, and fewer blocks than the sequences need when they grow."""
+    cache = KvCacheConfig(max_tokens=96)
+    with LLM(model=model, skip_tokenizer_init=True, kv_cache_config=cache) as llm:
+        how = params(max_tokens=8, temperature=1.0, logprobs=0)
+        generate(llm, [(prompt(18), how)])
+        generate(llm, [(prompt(18)[:14] + prompt(5), how)])
+        grow = params(max_tokens=30, temperature=1.0, logprobs=0)
+        generate(llm, [(prompt(10, i), grow) for i in range(4)])
+
+
+def again(tape: str, folder: str, result: str, changed: str, *others: str) -> None:
+    root = Path(folder)
+    seen: list[Any] = []
+    run = executor.run
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(run(*args, **kwargs))
+        return seen[-1]
+
+    setattr(executor, "run", watched)  # noqa: B010
+    found: dict[str, Any] = {}
+
+    def ask(name: str, call: Callable[[], Any]) -> None:
+        began = time.perf_counter()
+        try:
+            found[name] = call()
+        except RolltapeError as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+        found[name]["took"] = time.perf_counter() - began
+
+    ask("itself", lambda: reexecute(tape, root / "itself", on="tensorrt_llm"))
+    ask("changed", lambda: reexecute(tape, root / "changed", on="tensorrt_llm", model=changed))
+    one = ["batch=2"]
+    ask("batch", lambda: reexecute(tape, root / "batch", on="tensorrt_llm", switches=one))
+    done = store.open(root / "itself")
+    for name, _, path in (other.partition("=") for other in others):
+        if name.startswith("compared-"):
+            source = store.open(path)
+            ask(name, lambda s=source: reproduction(s, done, execution=seen[0]))  # type: ignore[misc]
+        else:
+            out = root / name
+            ask(name, lambda p=path, o=out: reexecute(p, o, on="tensorrt_llm"))  # type: ignore[misc]
+        if name == "foreign":
+            source = store.open(path)
+            execution = run(source, root / "told", changes=Changes(), foreign_pins=True)
+            told = store.open(root / "told")
+            ask("told", lambda: reproduction(source, told, execution=execution))
+    Path(result).write_text(json.dumps(found, default=str))
+
+
+def main(task: str, *args: str) -> None:
+    if task == "record":
+        everything(args[0])
+        scarce(args[0])
+    else:
+        again(*args)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
