@@ -12,10 +12,8 @@ from rolltape.recorder import session
 from rolltape.recorder.inject import _rolltape_hook
 from rolltape.recorder.options import OPTIONAL_VARIABLES, TAPE_VARIABLE, Options
 from rolltape.recorder.provenance import provenance
-from rolltape.recorder.reached import find_unreached
 from rolltape.store import UsageError, create_tape, seal
 from rolltape.store.places import ObjectPlace, place_of
-
 
 #: In front of the names of our variables, and of their copies for the workers of an MPI pool.
 _PREFIX = "ROLLTAPE_"
@@ -88,6 +86,8 @@ def record(
 def _find_unreached(path: str | os.PathLike[str], options: Options) -> None:
     if "tensorrt_llm" not in sys.modules:
         return
+    from rolltape.recorder.reached import find_unreached
+
     try:
         find_unreached(place_of(path, options.storage_options), wait_s=_WAIT_SECONDS)
     except Exception as error:  # the tape is sealed all the same

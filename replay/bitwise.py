@@ -135,8 +135,10 @@ class PairComparison:
         self._a, self._b, self._place, self._findings = a, b, place, findings
         self._skip = skip or {}
         made = a.step
-        self._made = np.where(made.valid, made.values, place.first_step)
         self._ran = _input_steps(a, place.first_step)
+        # what is said of a prompt's token comes from the forward over the one before it
+        before = np.concatenate([self._ran[:1], self._ran[:-1]])
+        self._made = np.where(made.valid, made.values, before)
 
     def run(self) -> None:
         """Compare everything that `a` holds."""
@@ -216,12 +218,15 @@ class PairComparison:
             self._findings.count("routes.weights", weighted.sum())
             at = b.layers.index(layer) if b is not None and layer in b.layers else None
             there = np.zeros(len(valid), bool)
-            if b is not None and at is not None and len(b.valid) == len(valid):
-                there = b.valid[:, at]
-            ids = None if b is None or at is None else b.ids[:, at].astype(np.int64)
+            ids = None
+            if b is not None and at is not None:
+                there = _resized(b.valid[:, at], len(valid))
+                ids = _resized(b.ids[:, at].astype(np.int64), len(valid))
             self._slots("routes.ids", layer, valid, there, a.ids[:, column].astype(np.int64), ids)
             if a.weights is not None:
-                found = None if b is None or at is None or b.weights is None else b.weights[:, at]
+                found = None
+                if b is not None and at is not None and b.weights is not None:
+                    found = _resized(b.weights[:, at], len(valid))
                 self._slots("routes.weights", layer, weighted, there, a.weights[:, column], found)
 
     def _slots(
@@ -264,15 +269,19 @@ class PairComparison:
             for name in ("state", "offsets", "ids")
         ):
             return
+        length = 0 if b is None else len(b.state)  # it may have been cut short
         wrong = [
             p
             for p in np.flatnonzero(known).tolist()
-            if b is None or a.state[p] != b.state[p] or not np.array_equal(_set(a, p), _set(b, p))
+            if b is None
+            or p >= length
+            or a.state[p] != b.state[p]
+            or not np.array_equal(_set(a, p), _set(b, p))
         ]
         if not wrong:
             return
         p = min(wrong, key=lambda position: (self._made[position], position))
-        values = plain(_kept(a, p)), None if b is None else plain(_kept(b, p))
+        values = plain(_kept(a, p)), None if b is None or p >= length else plain(_kept(b, p))
         first = self._difference("supports", OUTPUT, self._made, p, minor=1, values=values)
         self._findings.add("supports", len(wrong), first)
 
@@ -358,6 +367,13 @@ class PairComparison:
 
 def _layer_of(site: str) -> int | None:
     return int(site.split(".")[1]) if site.startswith("layers.") else None
+
+
+def _resized(values: np.ndarray, length: int) -> np.ndarray:
+    """The first rows, and zeros where a sequence was cut short."""
+    found = np.zeros((length, *values.shape[1:]), values.dtype)
+    found[: len(values)] = values[:length]
+    return found
 
 
 def _joined(spans: list[tuple[int, str, np.ndarray]], length: int) -> tuple[np.ndarray, np.ndarray]:

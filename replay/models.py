@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from rolltape.recorder.digest import GroupDigest, group_digests, weights_digest
-from rolltape.recorder.facts import architecture, model_facts
+from rolltape.recorder.facts import architecture, dtype_name, model_facts
 from rolltape.recorder.parts import parts_of_transformers
-from rolltape.replay.ranks import ALONE, Ranks, is_sharded
+from rolltape.replay.ranks import ALONE, Ranks, compute_dtype, is_sharded
 from rolltape.store import ModelMismatchError, Tape, UsageError
 
 #: What has to agree before any weight is looked at.
@@ -116,6 +116,13 @@ def _where(tape: Tape, name: str) -> str:
     return name
 
 
+def facts_of(model: nn.Module, name: str) -> dict[str, Any]:
+    """`model_facts` with the dtype that the model computes in: masters may be wider."""
+    dtype = compute_dtype(model)
+    facts = model_facts(model, name)
+    return facts if dtype is None else {**facts, "dtype": dtype_name(dtype)}
+
+
 def check_model(
     tape: Tape, model: nn.Module, engines: list[str], name: str, *, ranks: Ranks = ALONE
 ) -> dict[str, Match]:
@@ -132,7 +139,7 @@ def check_model(
         ModelMismatchError: naming the field and both values; or ranks that hold other weights.
         UsageError: a sharded model and a tape that has no digest that shards add up to.
     """
-    facts = model_facts(model, name)
+    facts = facts_of(model, name)
     known: dict[bool, tuple[GroupDigest, ...]] = {}
     out = {}
     for engine in engines:
@@ -159,7 +166,7 @@ def _grouped(tape: Tape, engine: str) -> bool:
 def _digests(model: nn.Module, grouped: bool, ranks: Ranks) -> tuple[GroupDigest, ...]:
     sharded = is_sharded(model)
     if grouped:
-        rows = group_digests(parts_of_transformers(model))
+        rows = group_digests(parts_of_transformers(model), dtype=compute_dtype(model))
         return tuple(ranks.whole_model(rows, sharded=sharded))
     if sharded:
         raise UsageError(

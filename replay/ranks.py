@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from rolltape.recorder.digest import GroupDigest, sum_shards
@@ -117,6 +118,19 @@ def current() -> Ranks:
         return ALONE
     group = distributed.new_group(backend="gloo")
     return Ranks(rank=distributed.get_rank(), size=distributed.get_world_size(), group=group)
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype | None:
+    """What FSDP2's mixed precision casts the weights to before they are used.
+
+    None without mixed precision, or where several dtypes are used.
+    """
+    found = set()
+    for module in model.modules():
+        state = getattr(module, "_get_fsdp_state", None)  # no public way leads to the policy
+        if state is not None:
+            found.add(getattr(getattr(state(), "_mp_policy", None), "param_dtype", None))
+    return found.pop() if len(found) == 1 else None
 
 
 def is_sharded(model: nn.Module) -> bool:

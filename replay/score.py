@@ -28,7 +28,7 @@ from rolltape.replay.conditions import applied
 from rolltape.replay.factory import build, check_output, load_factory
 from rolltape.replay.forcing import BlockChoice, RouteForcing
 from rolltape.replay.logprobs import Logprobs, Span, sampling_spans, score, unrecorded_supports
-from rolltape.replay.models import load_model
+from rolltape.replay.models import facts_of, load_model
 from rolltape.replay.plan import (
     Options,
     RouteTransform,
@@ -252,7 +252,7 @@ def _request(tape: Tape, model: nn.Module, options: Options, top: int) -> dict[s
 
 
 def _score_all(run: Run, batches: list[Batch], writer: TapeWriter, top: int) -> None:
-    facts = model_facts(run.model, run.name)
+    facts = facts_of(run.model, run.name)
     settings = {f"switch.{key}": value for key, value in run.options.switches.as_dict().items()}
     facts["effective"] = {**facts["effective"], **settings, "layout": run.options.layout}
     output = ScoreWriter(writer, run.engines, facts)

@@ -24,6 +24,7 @@ from rolltape.replay.align import select
 from rolltape.replay.factory import build, load_factory
 from rolltape.replay.models import load_model
 from rolltape.replay.pair import PairTokens, read_pair
+from rolltape.replay.ranks import current
 from rolltape.replay.report import refuse_existing
 from rolltape.replay.score import score_tape
 from rolltape.replay.shrink_calls import shrink_calls
@@ -204,7 +205,12 @@ def _loaded(
         return model
     on = asked.get("on", "transformers")
     if ":" in on:
-        return build(load_factory(on), b, on=on, device=device)
+        built = build(load_factory(on), b, on=on, device=device)
+        if current().size > 1:
+            raise UsageError(
+                "shrink runs in one process", hint="start it without torchrun, or give it a model"
+            )
+        return built
     return load_model(b, model=None, device=device)[0]
 
 

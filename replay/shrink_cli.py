@@ -21,7 +21,7 @@ _TORCH_STACK = ("safetensors", "torch", "transformers")
 @click.option("-o", "--output", required=True, metavar="TAPE3", type=click.Path(path_type=Path),
               help="Folder of the new tape; must not exist or be empty.")  # fmt: skip
 @click.option("--bound", type=float, metavar="D",
-              help="score: what |d| has to reach, nats; by default half of the largest.")  # fmt: skip
+              help="score: nats that |d| has to reach; by default half the largest.")  # fmt: skip
 @click.option("--device", metavar="D", help="torch device; by default CUDA if there is one.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as one JSON object.")
 def shrink(

@@ -84,7 +84,12 @@ class Pins:
             )
             key = json.loads(row["key"])
             if "shapes" in key:
-                at = (row["op"], _frozen(key["shapes"]), _frozen(key["dtypes"]), pin.graph is not None)
+                at = (
+                    row["op"],
+                    _frozen(key["shapes"]),
+                    _frozen(key["dtypes"]),
+                    pin.graph is not None,
+                )
                 self._calls.setdefault(at, []).append(pin)
             else:
                 at = (row["op"], _frozen(key["profile"]))

@@ -373,9 +373,7 @@ class _Driver:
                 sequences[place] = Forced(tokens=sequence.tokens.values, sampling=sampling)
                 keys[place] = sequence.key
         aborted = {s.key for group in groups for s in group if s.finish == "abort"}
-        script = Script(
-            sequences=sequences, keys=keys, steps=steps, aborted=frozenset(aborted)
-        )
+        script = Script(sequences=sequences, keys=keys, steps=steps, aborted=frozenset(aborted))
         self._finish(script, futures)
         return {
             Key(self._engine, str(client), sample, 0): key for (client, sample), key in keys.items()
@@ -453,8 +451,9 @@ def _parameters(sequence: Recorded, samples: int, *, to_the_end: bool) -> Any:
         given |= {"n": 1, "max_tokens": sequence.length - sequence.prompt_len}
         return _sampling(given, end=False)
     given["n"] = samples
-    if "prompt_logprobs" not in given and sequence.logprob("raw").valid[1 : sequence.prompt_len].any():
-        given["prompt_logprobs"] = 0  # what it costs: the product of all of its rows
+    scored = sequence.logprob("raw").valid[1 : sequence.prompt_len]
+    if scored.any():  # it makes the product of the head one of all rows
+        given.setdefault("prompt_logprobs", 0)
     if "end_id" not in given and "ignore_eos" not in given:  # of an older recording
         stopped = sequence.finish == "stop"
         given["end_id"] = int(sequence.tokens.values[-1]) if stopped else None

@@ -107,12 +107,13 @@ def _run(bench: Bench, name: str, unsteady: int | None) -> CaseResult:
         words = str(error).splitlines()[0] if str(error) else ""
         return CaseResult(case=name, verdict="not-run", reason=f"{type(error).__name__}: {words}")
     result = judge(name, found, unsteady)
-    if result.first is None:
+    first = result.first
+    if first is None:
         return result
-    if name != CONTROL:
-        result = _repeated(bench, name, result, result.first)
     try:
-        return replace(result, site=bench.site(name, result.first))
+        if name != CONTROL:
+            result = _repeated(bench, name, result, first)
+        return replace(result, site=bench.site(name, first))
     except Exception as error:  # the case has failed, whatever becomes of its site
         reason = f"not found: {type(error).__name__}: {error}"
         return replace(result, site={"reason": reason})

@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from rolltape.store import RolltapeError
 
 
 def everything(model: str) -> None:
-    """Overlap, chunks of prompts and of experts, padded graphs, several samples, unforeseen ends."""
+    """Overlap, chunks of prompts and experts, padded graphs, several samples, unforeseen ends."""
     engine = LLM(
         model=model,
         skip_tokenizer_init=True,
@@ -47,8 +48,8 @@ def everything(model: str) -> None:
         scored = (prompt(13), params(prompt_logprobs=0, logprobs=0))
         stop = (prompt(9), params(end_id=fourth, logprobs=0))
         generate(llm, [stop, scored, *mix()[1:3]])
-        other = llm.generate_async(prompt(12), params(max_tokens=40, logprobs=0))
-        how = params(max_tokens=60, logprobs=0, temperature=1.0, end_id=-1)
+        other = llm.generate_async(prompt(12), params(max_tokens=16, logprobs=0))
+        how = params(max_tokens=40, logprobs=0, temperature=1.0, end_id=-1)
         gone = llm.generate_async(prompt(7), how, streaming=True)
         for _ in range(4):
             next(gone)
@@ -64,7 +65,7 @@ def scarce(model: str) -> None:
         how = params(max_tokens=8, temperature=1.0, logprobs=0)
         generate(llm, [(prompt(18), how)])
         generate(llm, [(prompt(18)[:14] + prompt(5), how)])
-        grow = params(max_tokens=30, temperature=1.0, logprobs=0)
+        grow = params(max_tokens=24, temperature=1.0, logprobs=0)
         generate(llm, [(prompt(10, i), grow) for i in range(4)])
 
 
@@ -94,17 +95,15 @@ def again(tape: str, folder: str, result: str, changed: str, *others: str) -> No
     ask("batch", lambda: reexecute(tape, root / "batch", on="tensorrt_llm", switches=one))
     done = store.open(root / "itself")
     for name, _, path in (other.partition("=") for other in others):
+        source, out = store.open(path), root / name
         if name.startswith("compared-"):
-            source = store.open(path)
-            ask(name, lambda s=source: reproduction(s, done, execution=seen[0]))  # type: ignore[misc]
+            ask(name, partial(reproduction, source, done, execution=seen[0]))
         else:
-            out = root / name
-            ask(name, lambda p=path, o=out: reexecute(p, o, on="tensorrt_llm"))  # type: ignore[misc]
+            ask(name, partial(reexecute, source, out, on="tensorrt_llm"))
         if name == "foreign":
-            source = store.open(path)
-            execution = run(source, root / "told", changes=Changes(), foreign_pins=True)
-            told = store.open(root / "told")
-            ask("told", lambda: reproduction(source, told, execution=execution))
+            out = root / "told"
+            execution = run(source, out, changes=Changes(), foreign_pins=True)
+            ask("told", partial(reproduction, source, store.open(out), execution=execution))
     Path(result).write_text(json.dumps(found, default=str))
 
 

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,27 @@ from tests.integration.conftest import ROOT, TINY_MOE
 pytestmark = pytest.mark.engine
 
 
-def load() -> Any:
-    return hf.AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32).eval()
+def load(dtype: torch.dtype = torch.float32) -> Any:
+    return hf.AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=dtype).eval()
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def tape(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six sampled sequences of the bundled model in float32, with routes."""
-    root = tmp_path_factory.mktemp("factory") / "a"
-    model = load()
+    return record(tmp_path_factory.mktemp("factory") / "a", load())
+
+
+def record(root: Path, model: Any) -> Path:
     prompts = torch.arange(5, 65).reshape(6, 10)
     torch.manual_seed(0)
     with rolltape.record(root):
@@ -70,12 +83,8 @@ def test_the_fsdp_example_on_two_ranks_scores_as_the_model_in_one_process(
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sequences scored") == 1, done.stdout
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         replay(tape, tmp_path / "one", switches=["routing=ids"], tokens_per_batch=50, layers=2)
-    finally:
-        torch.set_num_threads(threads)
 
     found = diff_tapes(store.open(tmp_path / "one"), store.open(tmp_path / "sharded"), layers=True)
     assert found["verdict"] == "identical"
@@ -234,9 +243,9 @@ def test_what_a_factory_needs_to_know_of_a_tape(tape: Path) -> None:
 # -- ranks that disagree ------------------------------------------------------------------
 
 
-def _rank(rank: int, port: int, tape: Path, out: Path, queue: Any) -> None:
+def _rank(rank: int, port: int, tape: Path, tape16: Path, out: Path, queue: Any) -> None:
     import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -268,6 +277,14 @@ def _rank(rank: int, port: int, tape: Path, out: Path, queue: Any) -> None:
         for name in ("dtype", "lm_head", "router"):
             attempt(name, model, switches=Switches(**{name: "float32"}))
         attempt("attention", model, switches=Switches(attention="eager"))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        masters = load()
+        for layer in masters.model.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(masters, mp_policy=policy)
+        found["mixed"] = score_tape(
+            tape16, out / "mixed", masters, ranks=ranks, switches=Switches(routing="ids")
+        )["warnings"]
         queue.put((rank, found))
         dist.barrier()
     except Exception as error:
@@ -277,13 +294,17 @@ def _rank(rank: int, port: int, tape: Path, out: Path, queue: Any) -> None:
         dist.destroy_process_group()
 
 
-def test_ranks_that_disagree(tape: Path, tmp_path: Path) -> None:
+def test_ranks_that_disagree_and_masters_in_float32(tape: Path, tmp_path: Path) -> None:
+    tape16 = record(tmp_path / "a16", load(torch.bfloat16))
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    ranks = [context.Process(target=_rank, args=(r, port, tape, tmp_path, queue)) for r in range(2)]
+    ranks = [
+        context.Process(target=_rank, args=(r, port, tape, tape16, tmp_path, queue))
+        for r in range(2)
+    ]
     for process in ranks:
         process.start()
     by_rank = dict(queue.get(timeout=120) for _ in ranks)
@@ -305,3 +326,13 @@ def test_ranks_that_disagree(tape: Path, tmp_path: Path) -> None:
     assert "rank 1 computed other values than rank 0 for 6 of 6 sequences" in warning
     assert first["attention"] == second["attention"] == []
     assert store.open(tmp_path / "attention").problems == []
+
+    # mixed precision computes what a model in bfloat16 computes, and its digest is that model's
+    assert first["mixed"] == second["mixed"] == []
+    with one_thread():
+        replay(tape16, tmp_path / "plain", switches=["routing=ids"])
+    mixed = store.open(tmp_path / "mixed")
+    compared = diff_tapes(store.open(tmp_path / "plain"), mixed)
+    assert compared["verdict"] == "identical" and compared["compared"]["logprobs"] == 72
+    assert whole_digest(tmp_path / "mixed") == whole_digest(tape16) != whole_digest(tape)
+    assert [row["dtype"] for row in mixed.engines.values()] == ["bfloat16"]

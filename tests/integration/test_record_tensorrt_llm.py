@@ -26,6 +26,7 @@ pytest.importorskip("pydantic", reason="pydantic is not installed")
 import rolltape  # noqa: E402
 from rolltape.recorder.doctor import bindings  # noqa: E402
 from rolltape.recorder.gating import prompt_key, wants  # noqa: E402
+from rolltape.recorder.injection import pth_file  # noqa: E402
 from rolltape.recorder.options import Options  # noqa: E402
 from rolltape.store.fsck import fsck  # noqa: E402
 from rolltape.store.schema import SUPPORT_FULL, SUPPORT_UNRECORDED  # noqa: E402
@@ -468,18 +469,22 @@ def test_front_end_and_loop_leave_out_the_same(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
-    """One that is started without our variables, and given prefixed ones before its first task.
-
-    The hook is in a `.pth` of the interpreter, which is one of its own: no file goes into the
-    environment that runs the tests.
-    """
-    folder = tmp_path_factory.mktemp("pool")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of its own for what goes into a `.pth`: none goes into that which runs the tests."""
+    folder = tmp_path_factory.mktemp("interpreter")
     venv = [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")]
     subprocess.run(venv, check=True)
     python = folder / "venv" / "bin" / "python"
     (site,) = (folder / "venv").glob("lib/*/site-packages")
     (site / "libraries.pth").write_text(os.path.dirname(os.path.dirname(np.__file__)) + "\n")
+    return python
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory, interpreter: Path) -> tuple[Run, Path]:
+    """One that is started without our variables, and given prefixed ones before its first task."""
+    folder, python = tmp_path_factory.mktemp("pool"), interpreter
+    (site,) = python.parents[1].glob("lib/*/site-packages")
     log = folder / "truth"
     how = ("--inject", "pth")
     tape, found = run(folder, "spawned", record=how, python=str(python), TLLM_DOUBLE_TRUTH=str(log))
@@ -516,6 +521,82 @@ def test_a_variable_that_did_not_reach_the_worker_is_a_finding(pool: Any) -> Non
     worker = next(row for row in run.tape.rows("engines") if row["process"] == "worker")
     assert json.loads(worker["requested"])["env.FORCE_DETERMINISTIC"] == "1"
     assert "env.FORCE_DETERMINISTIC" not in json.loads(worker["effective"])
+
+
+#: Makes engines whose workers are in a pool; `sys.argv[1]` is a folder for tapes.
+POOLED = """
+import os, sys, rolltape
+from tensorrt_llm import LLM, SamplingParams
+def make(): return LLM(model="double", skip_tokenizer_init=True)
+how = SamplingParams(max_tokens=4, end_id=2, pad_id=2)
+def generate(llm): llm.generate([[5, 6, 7], [9, 10]], how); llm.shutdown()
+"""
+
+
+def pooled(python: Path, folder: Path, code: str) -> str:
+    """What a script said that goes on with `code`; workers have the hook in a `.pth`."""
+    with pth_file(str(python)):
+        done = subprocess.run(
+            [python, "-c", POOLED + code, folder],
+            env=environment(TLLM_WORKER_USE_SINGLE_PROCESS="0"),
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+AFTERWARDS = """
+for name in "ab":
+    with rolltape.record(os.path.join(sys.argv[1], name)):
+        generate(make())
+print([name for name in os.environ if "ROLLTAPE" in name])
+generate(make())
+"""
+
+
+def test_an_engine_after_the_recording_is_on_no_tape(interpreter: Path, tmp_path: Path) -> None:
+    assert pooled(interpreter, tmp_path, AFTERWARDS) == "[]\n"
+    for name in "ab":
+        tape = rolltape.open(tmp_path / name)
+        rows = tape.rows("engines")
+        assert sorted(row["process"] for row in rows) == ["frontend", "worker"]
+        assert len({row["engine"] for row in rows}) == 1 and len(list(tape)) == 2
+        assert not [row for row in tape.rows("events") if row["kind"] == "finding"]
+        sealed = {entry["shard"] for entry in tape.seal["shards"]}
+        for table in ("engines", "steps", "weights", "events"):  # nobody has written since
+            files = (tmp_path / name / table).glob("*")
+            assert {f"{table}/{file.name}" for file in files} <= sealed
+
+
+BEFORE = """
+llm = make()
+with rolltape.record(os.path.join(sys.argv[1], "a")):
+    generate(llm)
+"""
+
+
+def test_a_pool_from_before_the_recording_is_said_not_to_be_in_it(
+    interpreter: Path, tmp_path: Path
+) -> None:
+    assert pooled(interpreter, tmp_path, BEFORE) == ""
+    tape = rolltape.open(tmp_path / "a")
+    assert len(list(tape)) == 2 and not list(tape.rows("steps"))
+    (engine,) = tape.rows("engines")
+    (found,) = [row for row in tape.rows("events") if row["kind"] == "finding"]
+    assert json.loads(found["detail"])["code"] == "RT410"
+    assert found["engine"] == engine["engine"] and engine["process"] == "frontend"
+
+
+def test_the_summary_says_that_no_worker_was_reached(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rolltape", "record", "-o", str(tmp_path / "a"), "--"]
+    command += [sys.executable, str(JOB), str(tmp_path / "outputs"), "spawned"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "none of its workers: it has no steps and no routes" in done.stderr
+    assert "--inject pth" in done.stderr
+    tape = rolltape.open(tmp_path / "a")
+    assert len(list(tape)) and not list(tape.rows("steps"))
 
 
 # -- faults of the recorder ---------------------------------------------------------------

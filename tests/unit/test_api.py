@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,7 +115,7 @@ def test_what_an_engine_leaves_for_its_workers_is_gone_at_the_end(
 def test_a_process_that_is_recorded_already_keeps_its_hooks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unhooked = []
+    unhooked: list[Any] = []
     monkeypatch.setattr(_rolltape_hook, "unwatch", unhooked.append)
     monkeypatch.setenv("ROLLTAPE_TAPE", "s3://bucket/outer?secret=1")
     with (

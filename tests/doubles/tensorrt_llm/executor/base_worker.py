@@ -197,6 +197,8 @@ def _double_prompt_logprobs(logits: torch.Tensor, scored: list[int], params: Any
     Where a prefix was taken over there are logits of the rest only. They are paired from the front
     nevertheless, which is wrong, without a word.
     """
+    if logits is None:  # cancelled before any of it ran
+        return []
     values, found = logits.float().log_softmax(-1), []
     for row, token in zip(values, scored, strict=False):
         if params.simple:
