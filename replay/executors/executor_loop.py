@@ -166,14 +166,15 @@ class Loop:
 
     def _shown(self, everyone: Sequence[Any]) -> list[Any]:
         """The requests that the scheduler may choose from now."""
-        script = self._script
+        script, executor = self._script, self._executor
         places = {id(request): place_of(request) for request in everyone}
         self._seen |= set(places.values())
         if script is None:
             return list(everyone)
         if script.steps is None:
-            due = script.sequences.keys()
-            return list(everyone) if due <= self._seen else []
+            most = getattr(executor, "max_num_active_requests", None) or len(script.sequences)
+            there = len(script.sequences.keys() & self._seen)
+            return list(everyone) if there >= min(most, len(script.sequences)) else []
         if self._over or self._index >= len(script.steps):
             self._over = True
             return []

@@ -92,8 +92,8 @@ class Pins:
                 )
                 self._calls.setdefault(at, []).append(pin)
             else:
-                at = (row["op"], _frozen(key["profile"]))
-                self._profiles.setdefault(at, []).append(pin)
+                bucket = (row["op"], _frozen(key["profile"]))
+                self._profiles.setdefault(bucket, []).append(pin)
 
     def install(self) -> None:
         """Pin; must be called before the engine is made.
@@ -197,7 +197,7 @@ class Pins:
 
 def _facts(text: str) -> dict[str, Any]:
     """What a tactic is only valid for, flat."""
-    facts = json.loads(text or "{}")
+    facts: dict[str, Any] = json.loads(text or "{}")
     versions = facts.pop("versions", {})
     if "device" in facts:
         facts.pop("cpu", None)  # no kernel of a GPU depends on it

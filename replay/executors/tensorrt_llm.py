@@ -57,7 +57,7 @@ _NOT_WHOLE = ("weights-dirty", "weights-mixed", "unsupported-batch")
 #: An engine without requests may take so long to answer the last of them.
 _MOST_SILENT_S, _POLL_S = 3.0, 0.05
 #: Size of the self-test: rows, prompt tokens, steps.
-_TESTED_ROWS, _TESTED_TOKENS, _TESTED_STEPS = 4, 12, 6
+_TESTED_ROWS, _TESTED_TOKENS, _TESTED_STEPS = 8, 12, 6
 
 
 def check_engine(tape: Tape, engine: str) -> None:
@@ -70,6 +70,8 @@ def check_engine(tape: Tape, engine: str) -> None:
     for name, (_, size) in (facts["ranks"] or {}).items():
         if size != 1:
             raise NotRunError(f"{name} has {size} ranks: one process cannot run their steps again")
+    if facts["effective"].get("speculative_config"):
+        raise NotRunError("the rollout was speculative: its drafts are not recorded")
     if facts["effective"].get("enable_return_routed_experts"):
         raise NotRunError("routes come from the engine's own capture, of requests that ask for it")
     for event in tape.rows("events"):
@@ -77,7 +79,8 @@ def check_engine(tape: Tape, engine: str) -> None:
             continue
         detail = json.loads(event["detail"] or "{}")
         if event["kind"] == "gap":
-            raise NotRunError(f"it has gaps, so its steps are not all known: {detail}")
+            reason = detail.get("reason") or detail.get("table")
+            raise NotRunError(f"it has gaps, so that not all of it is known: {reason}")
         if detail.get("left_out") or detail.get("code") in _NOT_WHOLE:
             raise NotRunError(detail.get("text") or f"not recorded: {detail['left_out']}")
     steps = [row["step"] for row in tape.rows("steps") if row["engine"] == engine]
@@ -233,6 +236,7 @@ def _self_test(driver: _Driver, source: Tape, engine: str, options: Options) -> 
     if driver.loop.broken:
         reason = "a step was composed otherwise: nothing was tested"
         return {"neutral": None, "control": None, "reason": reason}
+    needed = driver.loop.computed > 0
     mine = [s for s in source if s.key.engine == engine and s.prompt_len]
     kinds = {json.dumps(_drawn_by(s), sort_keys=True): s for s in mine}
     hows = [{"temperature": 1.0}, *(json.loads(kind) for kind in kinds)][:_TESTED_ROWS]
@@ -258,9 +262,10 @@ def _self_test(driver: _Driver, source: Tape, engine: str, options: Options) -> 
     if [[t for t, _ in row] for row in again] != tokens:
         return {"neutral": False, "control": None, "reason": "the tokens could not be forced"}
     reason = "forcing is not neutral" if again != own else "a changed prompt changed nothing"
-    if not forced:
-        reason = "it drew the same tokens again: nothing had to be forced"
-    return {"neutral": again == own, "control": control != own, "reason": reason}
+    neutral: bool | None = again == own
+    if neutral and needed and not forced:
+        neutral, reason = None, "no token had to be forced in the test, and some had to in the run"
+    return {"neutral": neutral, "control": control != own, "reason": reason}
 
 
 def _drawn_by(sequence: Recorded) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rolltape.recorder.inject import _rolltape_hook
 from rolltape.recorder.options import Options
 from rolltape.recorder.patches import Patches
 from rolltape.replay.executors.protocol import Changes, Execution, NotRunError
+from rolltape.replay.executors.vllm_forcing import Forcing
 from rolltape.replay.serving_steps import Step, recorded_steps
 from rolltape.store import Tape, TapeWriter, UsageError, create_tape, seal
 from rolltape.store.keys import Key
@@ -233,20 +234,18 @@ class _Driver:
         self._sequences = {s.key: s for s in tape}
         core = engine.engine_core.engine_core
         self._scheduler = core.scheduler
-        self._runner = core.model_executor.driver_worker.worker.model_runner
-        self._tokens: dict[str, np.ndarray] = {}  # by the id that the engine uses inside
+        self._forcing = Forcing(core.model_executor.driver_worker.worker.model_runner)
+        self._tokens = self._forcing.tokens
         self._inside: dict[Key, str] = {}
         self._keys: dict[str, Key] = {}
         self._seen: list[dict[str, tuple[int, int]]] = []
         self._patches = Patches()
-        from vllm.v1.sample.sampler import Sampler
-
-        self._patches.around(Sampler, "sample", self._force)
         self._patches.around(type(self._scheduler), "schedule", self._watch)
 
     def close(self) -> None:
         """Undo the patches and stop the engine."""
         self._patches.undo()
+        self._forcing.close()
         self._engine.engine_core.shutdown()
 
     @property
@@ -369,25 +368,6 @@ class _Driver:
             parts = output.num_scheduled_tokens
             self._seen.append({name: (int(computed[name]), int(n)) for name, n in parts.items()})
         return output
-
-    def _force(self, wrapped: Any, sampler: Any, args: Any, kwargs: Any) -> Any:
-        """What was drawn becomes what was recorded; all that is measured follows from it."""
-        sampled, *rest = wrapped(*args, **kwargs)
-        recorder: Any = getattr(self._runner, "_rolltape", None)
-        rows = getattr(recorder, "rows", None)
-        if rows is None or len(rows) != len(sampled):
-            return (sampled, *rest)
-        import torch
-
-        drawn_at = (rows.start + rows.n).tolist()
-        forced = np.full(len(rows), -1, np.int64)
-        for i, (life, position) in enumerate(zip(recorder.lives, drawn_at, strict=True)):
-            tokens = self._tokens.get(life.request)
-            if tokens is not None and position < len(tokens):
-                forced[i] = tokens[position]
-        values = torch.from_numpy(forced).to(sampled.device, sampled.dtype)
-        values = values.reshape(sampled.shape)
-        return (torch.where(values >= 0, values, sampled), *rest)
 
 
 def _name_origins(tape: Tape, root: Path, engines: Collection[str]) -> None:

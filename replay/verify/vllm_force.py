@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rolltape.recorder.patches import Patches
+from rolltape.replay.executors.vllm_forcing import Forcing
 from rolltape.replay.sites import sites_of
 from rolltape.replay.taps import attached
 from rolltape.replay.verify.first_site import Trace, digests
@@ -27,47 +27,21 @@ class Inside:
 
     def __init__(self, engine: Any) -> None:
         core = engine.engine_core.engine_core
-        self._runner = core.model_executor.driver_worker.worker.model_runner
-        #: Prompt and response by the id that the engine uses inside; others are free.
-        self.tokens: dict[str, np.ndarray] = {}
-        self._patches = Patches()
-        from vllm.v1.sample.sampler import Sampler
+        self._forcing = Forcing(core.model_executor.driver_worker.worker.model_runner)
 
-        self._patches.around(Sampler, "sample", self._sample)
+    @property
+    def tokens(self) -> dict[str, np.ndarray]:
+        """Prompt and response by the id that the engine uses inside; others are free."""
+        return self._forcing.tokens
 
     @property
     def model(self) -> Any:
         """What the engine runs."""
-        return self._runner.get_model()
+        return self._forcing.runner.get_model()
 
     def close(self) -> None:
         """Undo the patch."""
-        self._patches.undo()
-
-    def _rows(self) -> list[tuple[str, int, int]]:
-        """(id inside, first position, tokens) of each row of the step that runs."""
-        recorder: Any = self._runner._rolltape
-        rows = recorder.rows
-        if rows is None:
-            return []
-        spans = zip(rows.start.tolist(), rows.n.tolist(), strict=True)
-        return [(life.request, *span) for life, span in zip(recorder.lives, spans, strict=True)]
-
-    def _sample(self, wrapped: Any, sampler: Any, args: Any, kwargs: Any) -> Any:
-        sampled, *rest = wrapped(*args, **kwargs)
-        if not self.tokens:
-            return (sampled, *rest)
-        rows = self._rows()
-        if len(rows) != len(sampled):
-            raise RuntimeError("the rows of this step are not known: tokens cannot be forced")
-        forced = np.full(len(rows), -1, np.int64)
-        for i, (name, start, n) in enumerate(rows):
-            tokens = self.tokens.get(name)
-            if tokens is not None and start + n < len(tokens):
-                forced[i] = tokens[start + n]
-        values = torch.from_numpy(forced).to(sampled.device, sampled.dtype)
-        values = values.reshape(sampled.shape)
-        return (torch.where(values >= 0, values, sampled), *rest)
+        self._forcing.close()
 
     @contextmanager
     def tracing(self, wanted: dict[str, str]) -> Iterator[Trace]:
@@ -85,7 +59,7 @@ class Inside:
 
         def before(*_: Any) -> None:
             nonlocal forward, rows
-            rows = self._rows()
+            rows = self._forcing.rows()
             forward += any(name in wanted for name, _, _ in rows)
 
         def look(site: str, values: torch.Tensor) -> None:

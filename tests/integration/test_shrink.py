@@ -144,9 +144,10 @@ def test_what_cannot_be_shrunk_is_refused(
     tape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replay(tape, tmp_path / "b", on="faulty_factories:healthy")
-    with monkeypatch.context() as several, pytest.raises(UsageError, match="WORLD_SIZE is 2"):
+    with monkeypatch.context() as several:
         several.setenv("WORLD_SIZE", "2")
-        shrink(tape, tmp_path / "b", tmp_path / "s")
+        with pytest.raises(UsageError, match="WORLD_SIZE is 2"):
+            shrink(tape, tmp_path / "b", tmp_path / "s")
     with pytest.raises(UsageError, match="is not a replay of"):
         shrink(tmp_path / "b", tape, tmp_path / "s")
     with pytest.raises(UsageError, match="not above 0"):

@@ -43,8 +43,8 @@ def test_engines_are_watched_only_inside(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(_rolltape_hook, "HOOKS", {"anengine": "rolltape.recorder.fake:bind"})
     fake = type(sys)("rolltape.recorder.fake")
-    fake.bind = lambda: calls.append("bind")  # type: ignore[attr-defined]
-    fake.unbind = lambda: calls.append("unbind")  # type: ignore[attr-defined]
+    fake.bind = lambda: calls.append("bind")
+    fake.unbind = lambda: calls.append("unbind")
     monkeypatch.setitem(sys.modules, "rolltape.recorder.fake", fake)
     with pytest.raises(ZeroDivisionError), rolltape.record(tmp_path / "a"):  # noqa: PT012
         with pytest.raises(UsageError, match="already"), rolltape.record(tmp_path / "b"):
