@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 #: Executors and modes that exist; the grammar has more.
 EXECUTORS = ("transformers",)
+REEXECUTORS = ("transformers", "vllm", "tensorrt_llm")
 MODES = ("score", "re-execute")
 
 #: For the help: every switch with its values, the default first.
@@ -39,8 +40,9 @@ _TORCH_STACK = ("safetensors", "torch", "transformers")
     help="Folder of the new tape; must not exist or be empty.",
 )
 @click.option("--on", "executor", default="transformers", show_default=True, metavar="EXECUTOR",
-              help=f"What runs the tokens: {', '.join(EXECUTORS)}; score: or your own model, as "
-              "package.module:factory.")  # fmt: skip
+              help=f"What runs the tokens. score: {', '.join(EXECUTORS)}, or your own model as "
+              f"package.module:factory; re-execute: {', '.join(REEXECUTORS)}, by default what was "
+              "recorded.")  # fmt: skip
 @click.option("--mode", default="score", show_default=True, metavar="MODE",
               help="score: one teacher-forced forward, as a trainer does it. re-execute: the "
               "recorded batches again, step by step, and whether every bit agrees.")  # fmt: skip
@@ -143,6 +145,7 @@ def _reexecute(
     as_json: bool,
 ) -> int:
     context = click.get_current_context()
+    given = context.get_parameter_source("executor") is not ParameterSource.DEFAULT
     for name in _OF_SCORE:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = "--" + name.replace("_", "-")
@@ -152,7 +155,12 @@ def _reexecute(
         from rolltape.replay.reproduction import EXIT_STATUS
 
         summary = reexecute(
-            tape, output, on=executor, switches=switches, model=model, device=device
+            tape,
+            output,
+            on=executor if given else None,
+            switches=switches,
+            model=model,
+            device=device,
         )
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _TORCH_STACK:

@@ -29,7 +29,7 @@ def reexecute(
     tape: Tape | str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    on: str = "transformers",
+    on: str | None = None,
     switches: Sequence[str] = (),
     model: Any = None,
     device: str | None = None,
@@ -39,7 +39,7 @@ def reexecute(
     Args:
         tape: the recording.
         out: folder of the new tape, whose parent `tape` is.
-        on: the engine; the one that was recorded.
+        on: the engine that was recorded; by default what the tape says.
         switches: `batch=recorded|one|N`, `weights=PATH`.
         model: path of the model, or a loaded one; by default what the tape names.
         device: torch device; by default of the kind that was recorded.
@@ -56,7 +56,7 @@ def reexecute(
         TapeError: `tape` cannot be read, or `out` is there already.
     """
     changes = Changes.parse(switches)
-    if on not in EXECUTORS:
+    if on is not None and on not in EXECUTORS:
         raise UsageError(f"--on {on}: no such executor", hint=" | ".join(EXECUTORS))
     if "://" in os.fspath(out):
         raise UsageError(f"-o {out}: a replay is written to a local folder")
@@ -65,6 +65,7 @@ def reexecute(
         raise TapeExistsError(f"{root} is not an empty folder", hint="choose another -o")
     source = tape if isinstance(tape, Tape) else open_tape(tape)
     start = time.perf_counter()
+    on = on or _recorded_by(source)
     executor = importlib.import_module(EXECUTORS[on])
     facts = {**provenance(sys.argv), "mode": "re-execute", "switches": changes.as_dict()}
     try:
@@ -95,6 +96,12 @@ def reexecute(
         "warnings": list(execution.warnings),
         "seconds": round(time.perf_counter() - start, 3),
     }
+
+
+def _recorded_by(source: Tape) -> str:
+    """The executor of the first rollout engine of a tape that has one."""
+    adapters = [e["adapter"] for e in source.engines.values() if e["role"] == "rollout"]
+    return next((name for name in adapters if name in EXECUTORS), "transformers")
 
 
 def _not_run(source: Tape, on: str, changes: Changes, reason: str) -> dict[str, Any]:

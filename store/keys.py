@@ -43,10 +43,11 @@ class Key(NamedTuple):
         Raises:
             UsageError: not a key.
         """
-        parts = text.split("/")
-        if len(parts) != 4 or not parts[2].isdecimal() or not parts[3].isdecimal():
+        engine, _, rest = text.partition("/")
+        parts = rest.rsplit("/", 2)  # callers put slashes into ids of requests, too
+        if len(parts) != 3 or not parts[1].isdecimal() or not parts[2].isdecimal():
             raise UsageError(f"{text!r} is not a sequence key", hint="engine/request/sample/pass")
-        return cls(parts[0], parts[1], int(parts[2]), int(parts[3]))
+        return cls(engine, parts[0], int(parts[1]), int(parts[2]))
 
 
 def token_digest(prompt_len: int, ids: np.ndarray) -> str:

@@ -41,7 +41,7 @@ class Job:
         monkeypatch.setattr(module.AutoTuner, "_profile_single_kernel", _time)
         monkeypatch.setattr(module.AutoTuner, "_instance", None)
 
-        class Slow(module.TunableRunner):  # type: ignore[misc, name-defined]
+        class Slow(module.TunableRunner):  # type: ignore[name-defined]
             def get_valid_tactics(self, inputs: Any, profile: Any, **kwargs: Any) -> list[Any]:
                 return [-1, 0]
 

@@ -867,7 +867,7 @@ def test_gaps_that_the_recorder_counted_are_passed_on(sides):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--on", "vllm"], "no such executor"), (["--mode", "re-execute"], "no such mode")],
+    [(["--on", "vllm"], "no such executor"), (["--mode", "dream"], "no such mode")],
 )
 def test_replay_says_which_executors_and_modes_exist(tmp_path, options, message):
     result = run(replay_command, tmp_path, "-o", tmp_path / "b", *options)

@@ -170,7 +170,7 @@ def test_a_live_shard_is_not_mapped_since_its_writer_may_cut_it(tmp_path: Path) 
     assert file.read_at(100, 50_000) == b""  # mapped, this would end the process
 
 
-class Broken(fs.FileSystemHandler):  # type: ignore[misc]
+class Broken(fs.FileSystemHandler):
     """A store that answers nothing."""
 
     def get_type_name(self) -> str:
@@ -216,7 +216,7 @@ def s3(monkeypatch: Any) -> dict[str, Any]:
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
 
-    class Client(fs.S3FileSystem):  # type: ignore[misc]
+    class Client(fs.S3FileSystem):
         def __init__(self, **options: Any) -> None:
             seen.update(options)
             super().__init__(**options)

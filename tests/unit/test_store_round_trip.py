@@ -284,6 +284,8 @@ def test_ids_out_of_range_are_refused_on_write(bad: int) -> None:
 def test_ids_and_keys_read_back() -> None:
     key = Key(ENGINE, "0-3", 1, 2)
     assert Key.parse(key.text) == key
+    odd = Key(ENGINE, "caller/4/0", 1, 2)  # a caller's own id
+    assert Key.parse(odd.text) == odd
     assert key.id == "01234567.0-3.1.p2"
     assert store.token_digest(1, np.array([1, 2])) != store.token_digest(2, np.array([1, 2]))
 
