@@ -75,10 +75,10 @@ def _value(value: dict[str, str] | None) -> str:
 
 
 def _tested(test: dict[str, Any]) -> str:
-    size = f"{test['steps']} steps of {test['rows']} rows"
+    size = f" ({test['steps']} steps of {test['rows']} rows)" if "steps" in test else ""
     if test.get("neutral") and test.get("control"):
-        return f"forcing is neutral, a changed prompt changes the values ({size})"
-    return f"{test.get('reason', 'not run')} ({size})"
+        return f"forcing is neutral, a changed prompt changes the values{size}"
+    return f"{test.get('reason', 'not run')}{size}"
 
 
 def _next(summary: dict[str, Any], tape: Path, output: Path) -> str:

@@ -265,7 +265,8 @@ def _self_test(driver: _Driver, source: Tape, engine: str, options: Options) -> 
     neutral: bool | None = again == own
     if neutral and needed and not forced:
         neutral, reason = None, "no token had to be forced in the test, and some had to in the run"
-    return {"neutral": neutral, "control": control != own, "reason": reason}
+    size = {"steps": _TESTED_STEPS, "rows": len(prompts)}
+    return {"neutral": neutral, "control": control != own, "reason": reason, **size}
 
 
 def _drawn_by(sequence: Recorded) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def found(tape: Tape, model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         "moved": {"forwards": move},
         "unpinned": {"tactics": unpin},
         "foreign": {"tactics": elsewhere},
-        "retuned": {"tactics": other_tactics},
+        "tuned_anew": {"tactics": other_tactics},
     }
     tapes = []
     for name, change in others.items():
@@ -183,7 +183,7 @@ def test_pins_of_another_library_are_refused_unless_told(found: dict[str, Any]) 
 
 
 def test_the_pins_are_what_runs(found: dict[str, Any]) -> None:
-    answer = found["retuned"]
+    answer = found["tuned_anew"]
     assert answer["verdict"] == "not-reproduced"
     assert not answer["first"]["what"].startswith("composition")
 
