@@ -204,12 +204,12 @@ class Session:
 
     def _run(self) -> None:
         writer: TapeWriter | None = None
+        ran: list[_Item] = []  # and what they wrote is not yet flushed
         try:
             # while the job runs a store may come back; what does not fit is dropped meanwhile
             writer = open_writer(
                 self.tape, self.options, lambda: time.monotonic() >= self._give_up_at
             )
-            ran: list[_Item] = []  # and what they wrote is not yet flushed
             flushed = time.monotonic()
             while not isinstance(item := self._next(writer), _End):
                 if item is not None and self._do(item, writer):
@@ -222,8 +222,16 @@ class Session:
             self._write_gaps(writer)
             writer.close()
         except Exception as error:  # disk full, folder gone: recording ends, the job does not
+            try:
+                if writer is not None and ran:
+                    writer.flush()
+                    ran = []
+            except Exception:  # these are lost as well
+                pass
             with self._lock:
                 self._dead = True
+                for item in ran:
+                    self._add_gap(item.gap)
                 self.dropped += len(self._items)
                 for item in self._items:
                     self._add_gap(item.gap)
@@ -277,6 +285,7 @@ class Session:
             with self._lock:
                 for item in items:
                     self._add_gap(item.gap)
+                items.clear()  # said
             if isinstance(error, FATAL):
                 raise
             try:
@@ -350,6 +359,7 @@ class Session:
             thread = self._thread
             alone, self._alone = self._alone, False
         if alone:
+            self._thread = threading.current_thread()
             self._run()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
