@@ -14,6 +14,7 @@ from rolltape.recorder.options import OPTIONAL_VARIABLES, TAPE_VARIABLE, Options
 from rolltape.recorder.provenance import provenance
 from rolltape.store import UsageError, create_tape, seal
 from rolltape.store.places import ObjectPlace, place_of
+from rolltape.store.tape import open_folder
 
 #: In front of the names of our variables, and of their copies for the workers of an MPI pool.
 _PREFIX = "ROLLTAPE_"
@@ -81,15 +82,22 @@ def record(
         _rolltape_hook.unwatch(_rolltape_hook.HOOKS)
         _find_unreached(path, chosen)
         seal(path, status={"api": status}, storage_options=chosen.storage_options)
+    if not open_folder(place_of(path, chosen.storage_options)).count("sequences"):
+        session.warn(
+            f"nothing was recorded into {os.fspath(path)}: no supported engine generated in the "
+            "block; an engine with processes of its own has to be made inside of it"
+        )
 
 
 def _find_unreached(path: str | os.PathLike[str], options: Options) -> None:
-    if "tensorrt_llm" not in sys.modules:
+    if not {"tensorrt_llm", "vllm"} & sys.modules.keys():
         return
     from rolltape.recorder.reached import find_unreached
 
     try:
-        find_unreached(place_of(path, options.storage_options), wait_s=_WAIT_SECONDS)
+        place = place_of(path, options.storage_options)
+        for text in find_unreached(place, wait_s=_WAIT_SECONDS):
+            session.warn(text)
     except Exception as error:  # the tape is sealed all the same
         session.warn(f"workers were not looked for: {type(error).__name__}: {error}")
 

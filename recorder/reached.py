@@ -18,29 +18,34 @@ from rolltape.store.tape import open_folder
 
 CODE = "RT410"
 #: Adapters of which each engine that has generated has a row of a worker as well.
-_ADAPTERS = frozenset({"tensorrt_llm"})
+_ADAPTERS = frozenset({"tensorrt_llm", "vllm"})
 _POLL_SECONDS = 0.1
 
 
-def find_unreached(place: Place, *, wait_s: float = 0.0) -> None:
+def find_unreached(place: Place, *, wait_s: float = 0.0) -> list[str]:
     """Write an event of kind `finding` for each engine of which only the front end recorded.
 
     Args:
         place: a tape whose processes have ended, or have been told to.
         wait_s: so long a worker that is still at work is given to write its first rows.
+
+    Returns:
+        What the new findings say.
     """
     until = time.monotonic() + wait_s
     while (engines := _unreached(place)) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
     events = open_folder(place, skip_damaged=True).table("events")
     known = {r["engine"] for r in events.to_pylist() if CODE in (r["detail"] or "")}
-    if not engines - known:
-        return
+    findings = {engine: _finding(engine) for engine in sorted(engines - known)}
+    if not findings:
+        return []
     with TapeWriter(place) as writer:
-        for engine in sorted(engines - known):
+        for engine, finding in findings.items():
             row = {"engine": engine, "writer": writer.id, "t_ns": time.time_ns()}
-            detail = json.dumps(_finding(engine).as_detail())
+            detail = json.dumps(finding.as_detail())
             writer.append("events", {**row, "kind": "finding", "detail": detail})
+    return [f"{f.message} ({f.remedy})" for f in findings.values()]
 
 
 def _unreached(place: Place) -> set[str]:
@@ -61,6 +66,7 @@ def _finding(engine: str) -> Finding:
         code=CODE,
         message=f"engine {engine[:8]}: only its front end was recorded, none of its workers: "
         "it has no steps and no routes",
-        remedy="make the engine, and the pool that it is given, inside of the recording, with a "
-        ".pth of rolltape in the environment of the workers (--inject pth): docs/injection.md",
+        remedy="make the engine, and a pool that it is given, inside of the recording; workers of "
+        "an MPI pool need a .pth of rolltape in their environment (--inject pth): "
+        "docs/injection.md",
     )

@@ -39,10 +39,10 @@ _TORCH_STACK = ("safetensors", "torch", "transformers")
     type=click.Path(path_type=Path),
     help="Folder of the new tape; must not exist or be empty.",
 )
-@click.option("--on", "executor", default="transformers", show_default=True, metavar="EXECUTOR",
-              help=f"What runs the tokens. score: {', '.join(EXECUTORS)}, or your own model as "
-              f"package.module:factory; re-execute: {', '.join(REEXECUTORS)}, by default what was "
-              "recorded.")  # fmt: skip
+@click.option("--on", "executor", default="transformers", metavar="EXECUTOR",
+              help=f"What runs the tokens. score: {', '.join(EXECUTORS)} (default), or your model "
+              f"as package.module:factory; re-execute: {', '.join(REEXECUTORS)}, by default what "
+              "was recorded.")  # fmt: skip
 @click.option("--mode", default="score", show_default=True, metavar="MODE",
               help="score: one teacher-forced forward, as a trainer does it. re-execute: the "
               "recorded batches again, step by step, and whether every bit agrees.")  # fmt: skip

@@ -22,7 +22,7 @@ from torch import nn
 from rolltape.recorder.provenance import provenance
 from rolltape.replay.align import select
 from rolltape.replay.factory import build, load_factory
-from rolltape.replay.models import load_model
+from rolltape.replay.models import load_model, model_of
 from rolltape.replay.pair import PairTokens, read_pair
 from rolltape.replay.ranks import current
 from rolltape.replay.report import refuse_existing
@@ -117,7 +117,11 @@ def shrink(
     if seen.largest < bound:
         return answer("not-run", f"the largest |d| is {seen.largest:.3g}, below the bound")
     trial = _Trial(
-        side_a, _loaded(side_b, asked, model, device), asked, column=seen.column, bound=bound
+        side_a,
+        _loaded(side_a, side_b, asked, model, device),
+        asked,
+        column=seen.column,
+        bound=bound,
     )
     lengths = _sequences(trial, seen)
     if lengths is None:
@@ -199,19 +203,20 @@ def _asked(b: Tape) -> Mapping[str, Any]:
 
 
 def _loaded(
-    b: Tape, asked: Mapping[str, Any], model: nn.Module | None, device: str | None
+    a: Tape, b: Tape, asked: Mapping[str, Any], model: nn.Module | None, device: str | None
 ) -> nn.Module:
     if model is not None:
         return model
     on = asked.get("on", "transformers")
     if ":" in on:
-        built = build(load_factory(on), b, on=on, device=device)
+        built = build(load_factory(on), a, on=on, device=device)
         if current().size > 1:
             raise UsageError(
                 "shrink runs in one process", hint="start it without torchrun, or give it a model"
             )
         return built
-    return load_model(b, model=None, device=device)[0]
+    # in the dtype of what is scored; a switch that changes it is applied to each scoring
+    return load_model(a, model=model_of(b), device=device)[0]
 
 
 class _Trial:

@@ -79,6 +79,7 @@ def bind_engine() -> bool:
         owner = getattr(sys.modules.get(module), name, None)
         if owner is not None:
             bound |= _patches.around(owner, "__init__", _around_engine)
+            _patches.around(owner, "add_request", _around_request)
     return bound
 
 
@@ -93,6 +94,14 @@ def _around_engine(wrapped: Any, front: Any, args: Any, kwargs: Any) -> Any:
     if session is not None:
         session.safely("vllm.frontend", _name_engine, session, front)
     return result
+
+
+def _around_request(wrapped: Any, front: Any, args: Any, kwargs: Any) -> Any:
+    """An engine that was made before the recording is known from its first request on."""
+    session = recording()
+    if session is not None and _front(session, front.output_processor) is None:
+        session.safely("vllm.frontend", _name_engine, session, front)
+    return wrapped(*args, **kwargs)
 
 
 def _name_engine(session: Session, front: Any) -> None:

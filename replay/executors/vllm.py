@@ -8,6 +8,7 @@ and named, not papered over.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 import time
@@ -126,6 +127,8 @@ def run(
         check_engine(source, engine)
     if sessions.active() is not None:
         raise UsageError("this process records already", hint="one recording at a time")
+    if importlib.util.find_spec("vllm") is None:  # before anything is written
+        raise UsageError("--on vllm needs vllm", hint="run it where vLLM is")
     level = "routing" if source.table("routes").num_rows else "tokens"
     options = Options(level=level, on_full="block")
     create_tape(out, role="rollout", parent=source.uuid, provenance=dict(provenance or {}))

@@ -117,6 +117,14 @@ def test_a_fault_in_one_layer_is_shown_by_one_sequence_on_its_own(
     assert largest(tmp_path / "s", tmp_path / "fine") < bound / 100
 
 
+def test_a_switch_that_changes_the_dtype_is_applied_again(tape: Path, tmp_path: Path) -> None:
+    replay(tape, tmp_path / "b", switches=["dtype=bfloat16", "support=recorded"])
+    found = shrink(tape, tmp_path / "b", tmp_path / "s")
+    assert found["verdict"] == "shrunk" and found["sequences"][1] < 6
+    replay(tmp_path / "s", tmp_path / "again", switches=["dtype=bfloat16", "support=recorded"])
+    assert largest(tmp_path / "s", tmp_path / "again") >= found["bound"]
+
+
 def test_a_fault_that_needs_two_rows_keeps_two(tape: Path, tmp_path: Path) -> None:
     replay(tape, tmp_path / "b", on="faulty_factories:of_two")
     found = shrink(tape, tmp_path / "b", tmp_path / "s")
