@@ -57,7 +57,15 @@ def _count(findings: tuple[object, ...]) -> str:
 
 @click.command("compact", short_help="A compact copy of a sealed tape.")
 @click.argument("tape", metavar="TAPE")
-@click.option("-o", "--out", required=True, metavar="TAPE2", help="The copy; must not exist.")
+@click.option(
+    "-o",
+    "--output",
+    "--out",
+    "out",
+    required=True,
+    metavar="TAPE2",
+    help="The copy; must not exist.",
+)
 @click.option(
     "--routes",
     type=click.Choice(ENCODINGS),

@@ -27,7 +27,13 @@ _OTHERS = [name for name in BLOCKS if name not in DEFAULT_BLOCKS]
 @click.command("export", short_help="A tape as Parquet or JSONL.")
 @click.argument("tape", metavar="TAPE")
 @click.option(
-    "-o", "--out", required=True, type=click.Path(path_type=Path), help="New folder or file."
+    "-o",
+    "--output",
+    "--out",
+    "out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="New folder or file.",
 )
 @click.option(
     "--to",
@@ -71,7 +77,15 @@ def export(
 @click.argument(
     "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
-@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="New folder.")
+@click.option(
+    "-o",
+    "--output",
+    "--out",
+    "out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="New folder.",
+)
 @click.option(
     "--from",
     "framework",
