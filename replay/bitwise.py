@@ -15,6 +15,7 @@ import numpy as np
 
 from rolltape.store import Sequence
 from rolltape.store.columns import Masked
+from rolltape.store.keys import Key
 from rolltape.store.schema import SUPPORT_UNRECORDED
 from rolltape.store.sequences import LOGPROBS
 
@@ -88,6 +89,28 @@ def plain(value: Any) -> dict[str, str]:
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return number(value)
     return {"decimal": str(value), "hex": ""}
+
+
+def composition_difference(
+    engine: int, step: int, key: Key | None, what: str, values: tuple[Any, Any]
+) -> Difference:
+    """A step that was composed otherwise.
+
+    Args:
+        engine: number of the engine.
+        step: of the recording.
+        key: whose row it is; None for a whole step.
+        what: is not the same.
+        values: as recorded, and as found.
+    """
+    return Difference(
+        order=(engine, step, COMPOSITION, 0, int(key is not None), 0, 0),
+        what=f"composition: {what}",
+        step=step,
+        sequence=None if key is None else key.id,
+        recorded=plain(values[0]),
+        found=plain(values[1]),
+    )
 
 
 def bits_differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rolltape.replay.bitwise import COMPOSITION, Difference, Findings, plain
+from rolltape.replay.bitwise import Findings, composition_difference
 from rolltape.replay.schedule import steps_of_calls
 from rolltape.store import Tape
 from rolltape.store.keys import Key
@@ -66,7 +66,9 @@ def _compare_call(
     if len(found) > len(mine):
         last = mine[-1]["step"]
         values = len(mine), len(found)
-        findings.add("steps", 1, _difference(place, last, None, "steps of the call", values))
+        findings.add(
+            "steps", 1, composition_difference(place, last, None, "steps of the call", values)
+        )
 
 
 def _compare_rows(
@@ -82,7 +84,9 @@ def _compare_rows(
         _compare_fields(place, key, row, other, _OF_A_ROW, "row", findings)
     if len(others) > len(rows):
         values = len(rows), len(others)
-        findings.add("forwards", 1, _difference(place, last, key, "forwards of the row", values))
+        findings.add(
+            "forwards", 1, composition_difference(place, last, key, "forwards of the row", values)
+        )
 
 
 def _compare_layout(
@@ -97,7 +101,7 @@ def _compare_layout(
         seen = None if layouts[1] is None else layouts[1].get(name)
         if seen != value:
             what = f"layout {name}"
-            findings.add("layout", 1, _difference(place, step, key, what, (value, seen)))
+            findings.add("layout", 1, composition_difference(place, step, key, what, (value, seen)))
 
 
 def _compare_fields(
@@ -113,24 +117,11 @@ def _compare_fields(
     findings.count(table, 1)
     if other is None:
         values: tuple[Any, Any] = "ran", "did not run"
-        findings.add(table, 1, _difference(place, row["step"], key, what, values))
+        findings.add(table, 1, composition_difference(place, row["step"], key, what, values))
         return
     wrong = [name for name in names if row[name] != other[name]]
     if wrong:
         name = wrong[0]
         values = row[name], other[name]
-        first = _difference(place, row["step"], key, f"{what} {name}", values)
+        first = composition_difference(place, row["step"], key, f"{what} {name}", values)
         findings.add(table, 1, first)
-
-
-def _difference(
-    place: int, step: int, key: Key | None, what: str, values: tuple[Any, Any]
-) -> Difference:
-    return Difference(
-        order=(place, step, COMPOSITION, 0, int(key is not None), 0, 0),
-        what=f"composition: {what}",
-        step=step,
-        sequence=None if key is None else key.id,
-        recorded=plain(values[0]),
-        found=plain(values[1]),
-    )

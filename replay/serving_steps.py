@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rolltape.replay.bitwise import COMPOSITION, Difference, Findings, plain
+from rolltape.replay.bitwise import Findings, composition_difference
 from rolltape.store import Tape
 from rolltape.store.keys import Key
 
@@ -103,7 +103,9 @@ def compare_serving_steps(
         if len(others) > len(mine):
             last = mine[-1].number if mine else 0
             values = len(mine), len(others)
-            findings.add("steps", 1, _difference(place, last, None, "steps of the engine", values))
+            findings.add(
+                "steps", 1, composition_difference(place, last, None, "steps of the engine", values)
+            )
 
 
 def _compare(
@@ -113,13 +115,13 @@ def _compare(
     findings.count("forwards", len(step.parts))
     if other is None:
         values = "ran", "did not run"
-        findings.add("steps", 1, _difference(place, step.number, None, "step", values))
+        findings.add("steps", 1, composition_difference(place, step.number, None, "step", values))
         return
     names = [name for name in _OF_A_STEP if step.facts.get(name) != other.facts.get(name)]
     if names:
         both = step.facts.get(names[0]), other.facts.get(names[0])
         what = f"step {names[0]}"
-        findings.add("steps", 1, _difference(place, step.number, None, what, both))
+        findings.add("steps", 1, composition_difference(place, step.number, None, what, both))
     for row in range(max(len(step.parts), len(other.parts))):
         left = step.parts[row] if row < len(step.parts) else None
         right = other.parts[row] if row < len(other.parts) else None
@@ -127,7 +129,7 @@ def _compare(
         if wrong is not None:
             what, both = wrong
             key = None if left is None else left.key
-            difference = _difference(place, step.number, key, f"row {row}: {what}", both)
+            difference = composition_difference(place, step.number, key, f"row {row}: {what}", both)
             findings.add("forwards", 1, difference)
 
 
@@ -142,16 +144,3 @@ def _part_differs(
         if left.facts[name] != right.facts[name]:
             return name, (left.facts[name], right.facts[name])
     return None
-
-
-def _difference(
-    place: int, step: int, key: Key | None, what: str, values: tuple[Any, Any]
-) -> Difference:
-    return Difference(
-        order=(place, step, COMPOSITION, 0, int(key is not None), 0, 0),
-        what=f"composition: {what}",
-        step=step,
-        sequence=None if key is None else key.id,
-        recorded=plain(values[0]),
-        found=plain(values[1]),
-    )

@@ -14,7 +14,7 @@ import numpy as np
 
 from rolltape.recorder.serving.batch import Life, Roster, Step
 from rolltape.recorder.serving.scribe import Scribe
-from rolltape.recorder.serving.scribe_process import ScribeInPlace, ScribeProcess, can_start
+from rolltape.recorder.serving.scribe_process import ScribeProcess, can_start
 from rolltape.recorder.serving.wire import Block, pack, travelling
 from rolltape.recorder.session import Session
 from rolltape.store import TapeWriter
@@ -39,7 +39,7 @@ class Blocks:
         self._session, self._roster = session, roster
         self._engine, self._rank = scribe.engine, scribe.rank
         self._process = ScribeProcess(session, scribe) if can_start() else None
-        self._here = ScribeInPlace(scribe)
+        self._scribe = scribe  # writes here where there is no process
         self._lock = threading.Lock()
         self._steps: list[Step] = []
         self._ended: list[Life] = []
@@ -122,7 +122,7 @@ class Blocks:
         block = Block(steps=packed, new=travelling(new), ended=ended, lost=lost)
         try:
             if self._process is None:
-                self._here.write(writer, block)
+                block.write(writer, self._scribe)
             else:
                 self._process.write(block)
         except Exception:

@@ -135,21 +135,6 @@ def _search_path() -> list[str]:
         return [entry for entry in path if entry]
 
 
-class ScribeInPlace:
-    """The same without a process, for an interpreter that cannot be started again.
-
-    Args:
-        scribe: how rows are written.
-    """
-
-    def __init__(self, scribe: Scribe) -> None:
-        self._scribe = scribe
-
-    def write(self, writer: TapeWriter, message: Block) -> None:
-        """Write a block; raises what that raises."""
-        message.write(writer, self._scribe)
-
-
 def can_start() -> bool:
     """Whether this interpreter can be started again."""
     return bool(sys.executable) and not getattr(sys, "frozen", False)

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +29,11 @@ from rolltape.recorder.options import Options
 from rolltape.recorder.tensorrt_llm.identity import current_engine, engine_of
 from rolltape.replay.executors.executor_loop import Forced, Loop, Place, Script
 from rolltape.replay.executors.protocol import Changes, Execution, NotRunError
+from rolltape.replay.executors.serving import name_origins, variables
 from rolltape.replay.executors.tactic_pins import PinError, Pins
 from rolltape.replay.serving_steps import Step, recorded_steps
 from rolltape.store import Sequence as Recorded
-from rolltape.store import Tape, TapeWriter, UsageError, create_tape, seal
+from rolltape.store import Tape, UsageError, create_tape, seal
 from rolltape.store.keys import Key
 
 #: Arguments that decide what a step computes; taken as they were in force.
@@ -58,6 +57,10 @@ _NOT_WHOLE = ("weights-dirty", "weights-mixed", "unsupported-batch")
 _MOST_SILENT_S, _POLL_S = 3.0, 0.05
 #: Size of the self-test: rows, prompt tokens, steps.
 _TESTED_ROWS, _TESTED_TOKENS, _TESTED_STEPS = 8, 12, 6
+
+
+#: The worker stays in this process.
+_IN_PROCESS = {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
 
 
 def check_engine(tape: Tape, engine: str) -> None:
@@ -175,7 +178,7 @@ def run(
     tested: dict[str, Any] = {}
     origins: dict[Key, Key] = {}
     others: list[str] = []
-    with _in_process():
+    with variables(_IN_PROCESS):
         for engine in engines:
             facts = source.engine(engine)
             chosen = engine_arguments(facts, changes.weights or model) | dict(arguments or {})
@@ -204,7 +207,7 @@ def run(
                     driver.close()
                 pins.remove()
             others += pins.others
-    _name_origins(source, out, origins)
+    name_origins(source, out, origins)
     seal(out, status={"replay": "ok"})
     return Execution(
         model=str(chosen["model"]),
@@ -273,21 +276,6 @@ def _drawn_by(sequence: Recorded) -> dict[str, Any]:
     names = ("temperature", "top_k", "top_p", "min_p", "greedy", "logprobs_mode")
     how = sequence.info["sampling"] or {}
     return {name: how[name] for name in names if how.get(name) is not None}
-
-
-@contextmanager
-def _in_process() -> Iterator[None]:
-    """The worker stays in this process; variables are put back."""
-    name = "TLLM_WORKER_USE_SINGLE_PROCESS"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
 
 
 def _import() -> None:
@@ -479,28 +467,3 @@ def _sampling(given: Mapping[str, Any], *, end: bool) -> Any:
     if "detokenize" in known:
         how["detokenize"] = False
     return SamplingParams(**how)
-
-
-def _name_origins(tape: Tape, root: Path, origins: Mapping[Key, Key]) -> None:
-    """Say which sequence each of the new tape runs again."""
-    from rolltape.store import open as open_tape
-
-    new = open_tape(root)
-    rows = [(s, tape.sequence(origins[s.key])) for s in new if s.key in origins]
-    if not rows:
-        return
-    with TapeWriter(root) as writer:
-        writer.append(
-            "sequences",
-            {
-                "engine": [s.key.engine for s, _ in rows],
-                "request": [s.key.request for s, _ in rows],
-                "sample": [s.key.sample for s, _ in rows],
-                "pass": [s.key.scoring for s, _ in rows],
-                "origin": [old.key.text for _, old in rows],
-                "group": [old.info["group"] for _, old in rows],
-                "prompt_len": [s.prompt_len for s, _ in rows],
-                "finish": "open",
-                "opened_ns": [s.info["opened_ns"] or time.time_ns() for s, _ in rows],
-            },
-        )

@@ -9,11 +9,9 @@ and named, not papered over.
 from __future__ import annotations
 
 import importlib.util
-import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,11 @@ from rolltape.recorder.inject import _rolltape_hook
 from rolltape.recorder.options import Options
 from rolltape.recorder.patches import Patches
 from rolltape.replay.executors.protocol import Changes, Execution, NotRunError
+from rolltape.replay.executors.serving import name_origins, variables
 from rolltape.replay.executors.vllm_forcing import Forcing
 from rolltape.replay.serving_steps import Step, recorded_steps
-from rolltape.store import Tape, TapeWriter, UsageError, create_tape, seal
+from rolltape.store import Tape, UsageError, create_tape, seal
+from rolltape.store import open as open_tape
 from rolltape.store.keys import Key
 
 #: Arguments of an engine that decide what a step computes; taken from the settings in force.
@@ -53,6 +53,10 @@ _NOT_SAMPLING = ("n", "seed", "output_kind", "extra_args", "skip_clone")
 _MOST_EMPTY = 16
 #: Size of the self-test: rows, prompt tokens, steps.
 _TESTED_ROWS, _TESTED_TOKENS, _TESTED_STEPS = 4, 12, 8
+
+
+#: The engine core stays in this process.
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def check_engine(tape: Tape, engine: str) -> None:
@@ -133,7 +137,7 @@ def run(
     options = Options(level=level, on_full="block")
     create_tape(out, role="rollout", parent=source.uuid, provenance=dict(provenance or {}))
     started, forwards, tested = time.time_ns(), 0, dict[str, Any]()
-    with _in_process():
+    with variables(IN_PROCESS):
         for engine in engines:
             facts = source.engine(engine)
             chosen = engine_arguments(facts, changes.weights or model) | dict(arguments or {})
@@ -153,7 +157,7 @@ def run(
                 sessions.stop()
                 if driver is not None:
                     driver.close()
-    _name_origins(source, out, engines)
+    name_origins(source, out, _origins(source, out, engines))
     seal(out, status={"replay": "ok"})
     return Execution(
         model=str(chosen["model"]),
@@ -190,22 +194,6 @@ def _self_test(driver: _Driver, source: Tape, engine: str, options: Options) -> 
     if [[t for t, _ in row] for row in again] != tokens:
         return {"neutral": False, "control": None, "reason": "the tokens could not be forced"}
     return {"neutral": again == own, "control": control != own, "reason": "forcing is not neutral"}
-
-
-@contextmanager
-def _in_process() -> Iterator[None]:
-    """The engine core stays in this process; variables are put back."""
-    wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _start(arguments: dict[str, Any]) -> Any:
@@ -373,27 +361,7 @@ class _Driver:
         return output
 
 
-def _name_origins(tape: Tape, root: Path, engines: Collection[str]) -> None:
-    """Say which sequence each of the new tape runs again: its external id is the old key."""
-    from rolltape.store import open as open_tape
-
-    new = open_tape(root)
-    known = {s.key.text: s for s in tape if s.key.engine in engines}
-    rows = [(s, known[ext]) for s in new if (ext := s.info["external"]) in known]
-    if not rows:
-        return
-    with TapeWriter(root) as writer:
-        writer.append(
-            "sequences",
-            {
-                "engine": [s.key.engine for s, _ in rows],
-                "request": [s.key.request for s, _ in rows],
-                "sample": [s.key.sample for s, _ in rows],
-                "pass": [s.key.scoring for s, _ in rows],
-                "origin": [old.key.text for _, old in rows],
-                "group": [old.info["group"] for _, old in rows],
-                "prompt_len": [s.prompt_len for s, _ in rows],
-                "finish": "open",
-                "opened_ns": [s.info["opened_ns"] or time.time_ns() for s, _ in rows],
-            },
-        )
+def _origins(tape: Tape, root: Path, engines: Collection[str]) -> dict[Key, Key]:
+    """Key in the new tape -> key in the old one, which is the external id of the new."""
+    known = {s.key.text: s.key for s in tape if s.key.engine in engines}
+    return {s.key: known[ext] for s in open_tape(root) if (ext := s.info["external"]) in known}

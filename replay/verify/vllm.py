@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ import numpy as np
 
 import rolltape
 from rolltape.recorder import session as sessions
+from rolltape.replay.executors.serving import variables
+from rolltape.replay.executors.vllm import IN_PROCESS
 from rolltape.replay.verify.cases import CONTROL, Comparison, NotApplicableError
 from rolltape.replay.verify.compare import Values, compare
 from rolltape.replay.verify.first_site import Trace, first_site
@@ -32,7 +33,6 @@ _COMMIT_SECONDS = 60.0
 _RANKS = 2
 #: Times that the site of a difference is looked for.
 _LOOKS = 3
-_VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def bench(
@@ -72,7 +72,7 @@ class Bench:
 
     def _start(self, model: str, work: Workload, arguments: Mapping[str, Any]) -> None:
         self.name, self.work, self._arguments = model, work, arguments
-        self._stack.enter_context(_variables(_VARIABLES))
+        self._stack.enter_context(variables(IN_PROCESS))
         self._folder = Path(tempfile.mkdtemp(prefix="rolltape-verify-"))
         self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
         self._root = self._folder / "tape"
@@ -466,17 +466,3 @@ def _facts(tape: Tape, base: Sequence[Values]) -> dict[str, Any]:
         "versions": {"torch": torch.__version__, "vllm": vllm.__version__},
         "effective": {k: effective.get(k) for k in ("enforce_eager", "block_size", "runner")},
     }
-
-
-@contextmanager
-def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from rolltape.store.errors import TapeExistsError, UsageError
 from rolltape.store.keys import Key
 from rolltape.store.schema import DERIVED_TABLES, TAPE_TABLES
 from tests.integration.conftest import DEVICE, ROOT, TINY_MOE, make_model
+from tests.tampered import edited
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(DEVICE != "cpu", reason="bits of the CPU")]
 
@@ -99,23 +100,6 @@ def done(small: Any, tmp_path_factory: Any) -> tuple[Tape, Execution]:
     calls = read_schedule(small[0]).calls
     seen = executor.execute(small[0], path, calls, small[1], "tiny-moe")
     return rolltape.open(path), seen
-
-
-def edited(tape: Tape, out: Path, **changes: Callable[[list[dict[str, Any]]], None]) -> Tape:
-    """A copy of a recording with some rows changed; it says that it is the same recording."""
-    create_tape(out, role=tape.role, parent=tape.parent, uuid=tape.uuid)
-    with TapeWriter(out) as writer:
-        for name in (n for n in TAPE_TABLES if n not in DERIVED_TABLES):
-            table = tape.table(name)
-            if name in changes:
-                rows = table.to_pylist()
-                changes[name](rows)
-                table = pa.Table.from_pylist(rows, table.schema)
-            if table.num_rows:
-                columns = {c: table.column(c).combine_chunks() for c in table.schema.names}
-                writer.append(name, columns)
-    seal_tape(out)
-    return rolltape.open(out)
 
 
 def test_a_rollout_is_reproduced_bit_for_bit(small: Any, tape: Tape, tmp_path: Path) -> None:
