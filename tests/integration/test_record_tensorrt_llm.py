@@ -579,13 +579,16 @@ with rolltape.record(os.path.join(sys.argv[1], "a")):
 def test_a_pool_from_before_the_recording_is_said_not_to_be_in_it(
     interpreter: Path, tmp_path: Path
 ) -> None:
-    assert pooled(interpreter, tmp_path, BEFORE) == ""
+    said = pooled(interpreter, tmp_path, BEFORE)
     tape = rolltape.open(tmp_path / "a")
     assert len(list(tape)) == 2 and not list(tape.rows("steps"))
     (engine,) = tape.rows("engines")
     (found,) = [row for row in tape.rows("events") if row["kind"] == "finding"]
     assert json.loads(found["detail"])["code"] == "RT410"
     assert found["engine"] == engine["engine"] and engine["process"] == "frontend"
+    (line,) = said.splitlines()
+    assert line.startswith(f"rolltape: engine {engine['engine'][:8]}: only its front end")
+    assert "--inject pth" in line
 
 
 def test_the_summary_says_that_no_worker_was_reached(tmp_path: Path) -> None:
