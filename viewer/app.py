@@ -1,31 +1,26 @@
-"""The HTTP interface: a handful of read-only endpoints over the library, and the static files."""
+"""The ASGI application: endpoints, static files, errors."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from rolltape import __version__
 from rolltape.store.errors import RolltapeError
-from rolltape.viewer.answers import Problem, bad_parameter, json_answer, tagged
+from rolltape.viewer.answers import Problem, bad_parameter, tagged
 from rolltape.viewer.assets import assets
-from rolltape.viewer.columns import MAX_WINDOW, window
-from rolltape.viewer.detail import token_detail
+from rolltape.viewer.endpoints import runs, sequences
 from rolltape.viewer.library import Library
 from rolltape.viewer.security import Guard, check_token
 from rolltape.viewer.views import Views
 
-ReportId = Annotated[str | None, Query(alias="rep")]
-
-_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,256}")
+_AREAS = (runs, sequences)
 
 
 def make_app(
@@ -65,97 +60,8 @@ def make_app(
 
 def _add_api(app: FastAPI, library: Library) -> None:
     views = Views(library)
-
-    @app.get("/api/runs")
-    def runs(request: Request) -> Response:
-        with library.lock:
-            return json_answer(request, views.runs())
-
-    @app.get("/api/runs/{run}")
-    def run(request: Request, run: str, rep: ReportId = None) -> Response:
-        with library.lock:
-            return json_answer(request, views.overview(views.pair(run, rep)))
-
-    @app.get("/api/runs/{run}/seqs")
-    def seqs(
-        request: Request,
-        run: str,
-        rep: ReportId = None,
-        sort: str | None = None,
-        q: str | None = None,
-        limit: int = 100,
-        after: str | None = None,
-    ) -> Response:
-        with library.lock:
-            pair = views.pair(run, rep)
-            page = views.page(pair, sort=sort, query=q, limit=limit, after=after)
-            return json_answer(request, page)
-
-    @app.get("/api/runs/{run}/seqs/{seq}")
-    def seq(
-        request: Request,
-        run: str,
-        seq: str,
-        rep: ReportId = None,
-        sort: str | None = None,
-        q: str | None = None,
-    ) -> Response:
-        with library.lock:
-            return json_answer(request, views.sequence(run, rep, _checked("seq", seq), sort, q))
-
-    @app.get("/api/runs/{run}/seqs/{seq}/tokens")
-    def tokens(
-        request: Request,
-        run: str,
-        seq: str,
-        start: int,
-        end: int,
-        rep: ReportId = None,
-        cols: str | None = None,
-    ) -> Response:
-        if end - start > MAX_WINDOW:
-            raise Problem(
-                413,
-                "window too large",
-                f"{end - start} positions; at most {MAX_WINDOW} at a time",
-                field="end",
-                limit=MAX_WINDOW,
-            )
-        with library.lock:
-            pair = views.pair(run, rep)
-            columns = views.columns(pair, _checked("seq", seq))
-            if not 0 <= start <= columns.n:
-                raise bad_parameter("start", f"0 to {columns.n}")
-            if not start <= end <= columns.n:
-                raise bad_parameter("end", f"{start} to {columns.n}")
-            names = cols.split(",") if cols else None
-            body = window(pair, columns, start=start, end=end, names=names)
-        return tagged(request, body, "application/x-safetensors")
-
-    @app.get("/api/runs/{run}/seqs/{seq}/tokens/{position}")
-    def one_token(
-        request: Request, run: str, seq: str, position: int, rep: ReportId = None
-    ) -> Response:
-        with library.lock:
-            pair = views.pair(run, rep)
-            columns = views.columns(pair, _checked("seq", seq))
-            if not 0 <= position < columns.n:
-                raise bad_parameter("position", f"the sequence has positions 0 to {columns.n - 1}")
-            return json_answer(request, token_detail(pair, seq, columns, position))
-
-    @app.get("/api/runs/{run}/seqs/{seq}/over")
-    def over(
-        request: Request,
-        run: str,
-        seq: str,
-        threshold: float,
-        start: Annotated[int, Query(alias="from")],
-        back: bool = False,
-        rep: ReportId = None,
-    ) -> Response:
-        with library.lock:
-            columns = views.columns(views.pair(run, rep), _checked("seq", seq))
-            return json_answer(request, views.over(columns, threshold, start, back=back))
+    for area in _AREAS:
+        app.include_router(area.router(views), prefix="/api")
 
 
 def _add_assets(app: FastAPI) -> None:
@@ -189,9 +95,3 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     def http(_: Request, error: HTTPException) -> Response:
         return Problem(error.status_code, "no such address", str(error.detail)).answer()
-
-
-def _checked(field: str, name: str) -> str:
-    if not _ID.fullmatch(name):
-        raise bad_parameter(field, "letters, digits and _ . : - only, at most 256")
-    return name

@@ -11,8 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from rolltape.store.errors import NotATapeError, RolltapeError, TapeError
 from rolltape.store.routes import Routes
+from rolltape.store.schema import REPORT_TABLES
 from rolltape.store.sequences import Sequence, Tape, open_tape
 from rolltape.store.shards import list_shards
 from rolltape.store.tape import Report, kind_of, open_report, seal_problems
@@ -117,6 +121,24 @@ class Pair:
     def sequences_b(self) -> dict[str, Sequence]:
         """Sequences of side B by id."""
         return {s.id: s for s in self.b} if self.b is not None else {}
+
+    def find(self, sequence: str) -> Sequence | None:
+        """The tape's sequence with that id; None if the tape is not open or lacks it."""
+        return self.sequences.get(sequence)
+
+    def report_rows(self, table: str, sequence: str, columns: list[str] | None = None) -> pa.Table:
+        """The report's rows of one sequence of A, in written order.
+
+        Args:
+            table: `tokens` or `activations`.
+            sequence: id on side A.
+            columns: only these; None is all.
+        """
+        names = REPORT_TABLES[table].names if columns is None else columns
+        if self.report is None:
+            return REPORT_TABLES[table].empty_table().select(names)
+        whole = self.report.table(table)
+        return whole.filter(pc.equal(whole.column("a"), sequence)).select(names)
 
     def partner(self, sequence: str) -> Sequence | None:
         """Side B's sequence, if its tape is open."""

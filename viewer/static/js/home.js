@@ -4,7 +4,7 @@ import { h, put } from './dom.js';
 import { notice } from './notices.js';
 import { link, replace } from './route.js';
 
-export async function openHome({ state, main, runs }) {
+export async function open({ state, main, runs }) {
   const withReport = runs.runs.filter((run) => run.reports.length);
   if (!runs.failures.length && (runs.runs.length === 1 || withReport.length === 1)) {
     // one thing to look at: go there, and leave no page behind that Back would bounce on

@@ -23,7 +23,7 @@ const COLUMNS = [
   { name: 'tokens_any_share', text: 'tokens', n: true, title: 'share of tokens with any routing disagreement' },
 ];
 
-export async function openList({ state, main, signal }) {
+export async function open({ state, main, signal }) {
   const params = { ...scope(state, ['rep', 'sort', 'q', 'after']) };
   let data = null;
   let problem = null;

@@ -2,17 +2,19 @@
 
 import { ServerGone, getJson, getTag, runPath, scope, traffic } from './api.js';
 import { byId, h, put } from './dom.js';
-import { openHome } from './home.js';
 import { reader } from './keys.js';
-import { openList } from './list.js';
 import { notice } from './notices.js';
-import { openOverview } from './overview.js';
 import { current, format, link, onChange, replace } from './route.js';
-import { openSequence } from './sequence.js';
-import { copyLink, drawHeader, drawRail, drawStatus, setHidden, showHelp } from './shell.js';
+import { copyLink, drawHeader, drawRail, drawStatus, drawTabs, setHidden, showHelp } from './shell.js';
 import { toggle } from './theme.js';
 
-const SCREENS = { home: openHome, overview: openOverview, seqs: openList, seq: openSequence };
+// a screen is fetched when it is first looked at
+const SCREENS = {
+  home: () => import('./home.js'),
+  overview: () => import('./overview.js'),
+  seqs: () => import('./list.js'),
+  seq: () => import('./sequence.js'),
+};
 const POLL_MS = 3000;
 
 const main = byId('main');
@@ -37,8 +39,9 @@ async function show(state) {
     runs = await getJson('api/runs', {}, signal);
     state = named(state);
     decorate(state);
-    const open = SCREENS[state.screen];
-    if (!open) throw new Error(`no such page: ${location.hash}`);
+    const load = SCREENS[state.screen];
+    if (!load) throw new Error(`no such page: ${location.hash}`);
+    const { open } = await load();
     const opened = await open({ state, main, runs, signal });
     if (signal.aborted) {
       if (opened.close) opened.close();
@@ -67,6 +70,7 @@ function decorate(state) {
   const run = runs.runs.find((r) => r.id === state.run);
   drawHeader(state, run);
   drawRail(state, runs);
+  drawTabs(state, Object.keys(SCREENS));
   document.title = [state.seq, run && run.name, 'rolltape'].filter(Boolean).join(' \u00b7 ');
 }
 
@@ -77,7 +81,7 @@ function showError(error, state) {
   }
   if (!error.problem) console.error(error);
   const title = error.problem ? error.problem.title : 'This page could not be shown';
-  const up = state.screen === 'seq' ? 'seqs' : state.screen === 'seqs' ? 'overview' : 'home';
+  const up = state.seq ? 'seqs' : state.run && state.screen !== 'overview' ? 'overview' : 'home';
   const back = link(state, { screen: up, seq: null, ...(up === 'home' ? { run: null } : {}), params: { sort: null, q: null } });
   put(main, notice({ level: 'error', title, text: error.message, extra: h('p', {}, h('a', { href: back }, 'Back')) }));
 }

@@ -7,7 +7,7 @@ import { NONE, bytes, count, percent, plural, short } from './format.js';
 import { notice, notices } from './notices.js';
 import { link } from './route.js';
 
-export async function openOverview({ state, main, signal }) {
+export async function open({ state, main, signal }) {
   const data = await getJson(runPath(state), scope(state), signal);
   if (signal.aborted) return {};
   put(

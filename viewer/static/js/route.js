@@ -3,12 +3,30 @@
 //   #/                              runs
 //   #/run/{run}                     overview
 //   #/run/{run}/seqs?sort=&q=       sequence list
+//   #/run/{run}/timeline, /weights, /causes
 //   #/run/{run}/seq/{seq}?tok=      token strip
+//   #/run/{run}/seq/{seq}/layers, /routing, /sides
+//   #/basket                        what was starred
 //
 // A state is {screen, run, seq, params}. Parameters that a screen does not know are kept.
 
+/** Screens of a run, and of a sequence, besides its first one. */
+export const OF_RUN = ['seqs', 'timeline', 'weights', 'causes'];
+export const OF_SEQUENCE = ['layers', 'routing', 'sides'];
+
 /** Parameters that mean something on one screen only; they do not follow to another one. */
-const OWN = { seqs: ['after', 'row'], seq: ['tok', 'at', 'win', 'mask'] };
+const OWN = {
+  seqs: ['after', 'row'],
+  seq: ['at', 'win', 'mask', 'stat'],
+  timeline: ['t0', 't1', 'step', 'lane'],
+  weights: ['version'],
+  causes: ['cause'],
+  layers: ['metric', 'sites', 'from', 'to'],
+  routing: ['from', 'to'],
+  sides: ['a', 'b', 'show'],
+};
+/** Those that follow through the screens of one sequence. */
+const SHARED = ['tok', 'layer'];
 
 /** @param {string} hash @returns {{screen: string, run: ?string, seq: ?string, params: URLSearchParams}} */
 export function parse(hash) {
@@ -16,15 +34,15 @@ export function parse(hash) {
   const params = new URLSearchParams(query);
   const parts = path.split('/').filter(Boolean).map(decode);
   const state = { screen: 'unknown', run: null, seq: null, params };
+  const [head, run, kind, seq, part] = parts;
   if (!parts.length) state.screen = 'home';
-  else if (parts[0] === 'run' && parts.length >= 2) {
-    state.run = parts[1];
+  else if (head === 'basket' && parts.length === 1) state.screen = 'basket';
+  else if (head === 'run' && parts.length >= 2) {
+    state.run = run;
     if (parts.length === 2) state.screen = 'overview';
-    else if (parts[2] === 'seqs' && parts.length === 3) state.screen = 'seqs';
-    else if (parts[2] === 'seq' && parts.length === 4) {
-      state.screen = 'seq';
-      state.seq = parts[3];
-    }
+    else if (parts.length === 3 && OF_RUN.includes(kind)) state.screen = kind;
+    else if (kind === 'seq' && parts.length === 4) [state.screen, state.seq] = ['seq', seq];
+    else if (kind === 'seq' && parts.length === 5 && OF_SEQUENCE.includes(part)) [state.screen, state.seq] = [part, seq];
   }
   return state;
 }
@@ -32,9 +50,11 @@ export function parse(hash) {
 /** The address of a state; the inverse of `parse`. */
 export function format({ screen, run, seq, params }) {
   let path = '#/';
+  if (screen === 'basket') path = '#/basket';
   if (screen === 'overview') path = `#/run/${encode(run)}`;
-  if (screen === 'seqs') path = `#/run/${encode(run)}/seqs`;
+  if (OF_RUN.includes(screen)) path = `#/run/${encode(run)}/${screen}`;
   if (screen === 'seq') path = `#/run/${encode(run)}/seq/${encode(seq)}`;
+  if (OF_SEQUENCE.includes(screen)) path = `#/run/${encode(run)}/seq/${encode(seq)}/${screen}`;
   const query = params ? params.toString() : '';
   return query ? `${path}?${query}` : path;
 }
@@ -47,18 +67,23 @@ export function format({ screen, run, seq, params }) {
  */
 export function link(state, changes) {
   const next = { ...state, ...changes, params: new URLSearchParams(state.params) };
-  const moved = next.screen !== state.screen || next.seq !== state.seq || next.run !== state.run;
-  if (moved) {
+  const elsewhere = next.seq !== state.seq || next.run !== state.run;
+  if (elsewhere || next.screen !== state.screen) {
     for (const [screen, names] of Object.entries(OWN)) {
-      if (screen !== next.screen || screen === 'seq') names.forEach((name) => next.params.delete(name));
+      if (screen !== next.screen || elsewhere) names.forEach((name) => next.params.delete(name));
     }
   }
+  if (elsewhere || !isOfSequence(next.screen)) SHARED.forEach((name) => next.params.delete(name));
   if (next.run !== state.run) ['rep', 'q', 'sort'].forEach((name) => next.params.delete(name));
   for (const [name, value] of Object.entries(changes.params || {})) {
     if (value === null || value === undefined || value === '') next.params.delete(name);
     else next.params.set(name, String(value));
   }
   return format(next);
+}
+
+function isOfSequence(screen) {
+  return screen === 'seq' || OF_SEQUENCE.includes(screen);
 }
 
 /** A whole number that is not negative, or null. */

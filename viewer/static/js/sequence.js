@@ -13,7 +13,7 @@ import { say, whisper } from './shell.js';
 import { WINDOW, describe, drawStrip, paintStrip, readWindow } from './strip.js';
 import { onTheme, theme } from './theme.js';
 
-export async function openSequence({ state, main, signal }) {
+export async function open({ state, main, signal }) {
   const path = (...rest) => runPath(state, 'seqs', state.seq, ...rest);
   const info = await getJson(path(), scope(state, ['rep', 'sort', 'q']), signal);
   if (signal.aborted) return {};

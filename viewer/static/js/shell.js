@@ -37,25 +37,36 @@ export function drawHeader(state, run) {
   const name = run ? run.name : state.run;
   const crumbs = [h('a', { href: link(state, { screen: 'home', run: null, seq: null }) }, 'rolltape')];
   if (state.run) {
-    const last = state.screen === 'overview';
-    crumbs.push(h('a', { href: link(state, { screen: 'overview', seq: null }), 'aria-current': last ? 'page' : null }, name));
+    crumbs.push(h('a', { href: link(state, { screen: 'overview', seq: null }) }, name));
   }
-  if (state.screen === 'seqs' || state.screen === 'seq') {
-    const last = state.screen === 'seqs';
-    crumbs.push(h('a', { href: link(state, { screen: 'seqs', seq: null }), 'aria-current': last ? 'page' : null }, 'sequences'));
+  if (state.screen === 'basket') crumbs.push(h('span', { 'aria-current': 'page' }, 'basket'));
+  if (state.seq) {
+    crumbs.push(h('a', { href: link(state, { screen: 'seqs', seq: null }) }, 'sequences'));
+    crumbs.push(h('span', { class: 'mono' }, state.seq));
   }
-  if (state.screen === 'seq') crumbs.push(h('span', { 'aria-current': 'page', class: 'mono' }, state.seq));
   put(
     byId('top'),
     h('nav', { 'aria-label': 'Breadcrumb' }, h('ol', { class: 'crumbs' }, crumbs.map((c) => h('li', {}, c)))),
     h(
       'div',
       { class: 'tools' },
+      h('a', { class: 'button', id: 'basket-link', href: link(state, { screen: 'basket', run: null, seq: null }) }, 'Basket'),
       h('button', { type: 'button', id: 'copy', on: { click: copyLink } }, 'Copy link'),
       h('button', { type: 'button', id: 'theme', on: { click: toggle } }, 'Light / dark'),
       h('button', { type: 'button', id: 'keys', on: { click: showHelp } }, 'Keys ?'),
     ),
   );
+}
+
+const RUN_TABS = [['overview', 'Overview'], ['seqs', 'Sequences'], ['timeline', 'Timeline'], ['weights', 'Weights'], ['causes', 'Causes']];
+const SEQUENCE_TABS = [['seq', 'Tokens'], ['layers', 'Layers'], ['routing', 'Routing'], ['sides', 'Side by side']];
+
+/** The other screens of the run, or of the sequence. */
+export function drawTabs(state, screens) {
+  const rows = state.seq ? SEQUENCE_TABS : state.run ? RUN_TABS : [];
+  const shown = rows.filter(([screen]) => screens.includes(screen));
+  const tab = ([screen, text]) => h('li', {}, h('a', { href: link(state, { screen, seq: state.seq }), 'aria-current': state.screen === screen ? 'page' : null }, text));
+  put(byId('tabs'), shown.length > 1 ? h('ul', {}, shown.map(tab)) : null);
 }
 
 export function drawRail(state, answer) {
@@ -76,7 +87,6 @@ export function drawRail(state, answer) {
             ' ', h('span', { class: `verdict v-${report.verdict}` }, report.verdict));
         }))
         : h('p', { class: 'kind' }, run.parent ? `replays ${run.parent}` : 'no report'),
-      here ? h('p', {}, h('a', { href: link(state, { screen: 'seqs', seq: null }), 'aria-current': state.screen === 'seqs' ? 'page' : null }, 'Sequences')) : null,
     );
   });
   put(byId('rail'), h('h2', {}, 'Tapes'), h('ul', { class: 'runs' }, items));
