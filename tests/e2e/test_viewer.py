@@ -212,14 +212,58 @@ def test_the_scale_is_fixed_and_not_stretched_by_an_outlier(tab: Tab, scene: Sce
     middling = np.flatnonzero(delta.valid & (np.abs(delta.values - 0.02) < 0.02))
     token = page.locator(f"#t{middling[-1]}")
     colours = {}
-    for key in "1234":
-        page.keyboard.press(key)
+    page.keyboard.press("-")
+    page.keyboard.press("-")
+    for step in range(4):
         page.wait_for_function(
-            "key => document.querySelectorAll('input[name=scale]')[key - 1].checked", arg=int(key)
+            "step => document.querySelectorAll('input[name=scale]')[step].checked", arg=step
         )
-        colours[key] = token.evaluate("t => t.style.backgroundColor")
+        colours[step] = token.evaluate("t => t.style.backgroundColor")
+        page.keyboard.press("=")
     assert len(set(colours.values())) >= 3
     assert tab.param("scale") == "1"
+
+
+def test_the_strip_can_be_coloured_by_other_numbers(tab: Tab, scene: Scene) -> None:
+    page = tab.sequence(scene.id("0-0.1"), "?tok=71&scale=1")
+    page.keyboard.press("3")
+    expect(page.locator("#stat")).to_have_value("dp")
+    expect(page.locator("#readout")).to_contain_text("probability")
+    assert tab.param("stat") == "dp"
+    page.keyboard.press("1")
+    expect(page.locator("#stat")).to_have_value("dlp")
+    assert tab.param("stat") is None
+
+
+def test_a_number_that_the_tapes_do_not_hold_says_how_to_record_it(tab: Tab, scene: Scene) -> None:
+    page = tab.sequence(scene.id("0-0.1"), "?tok=71")
+    page.keyboard.press("6")
+    expect(page.locator("#status")).to_contain_text("--top-logprobs")
+    assert page.locator("#stat option[value=kl]").is_disabled()
+
+
+def test_g_and_a_number_goes_to_a_position(tab: Tab, scene: Scene) -> None:
+    page = tab.sequence(scene.id("0-2.1"), "?tok=5")
+    for key in ("g", "5", "0", "0", "0", "Enter"):
+        page.keyboard.press(key)
+    expect(page.locator("#t5000")).to_have_attribute("aria-selected", "true")
+    assert tab.param("tok") == "5000"
+
+
+def test_text_is_found_across_tokens_and_the_search_comes_round(tab: Tab, scene: Scene) -> None:
+    page = tab.sequence(scene.id("0-0.1"))
+    page.keyboard.press("f")
+    page.keyboard.type("TRAIN LEAVES")
+    page.keyboard.press("Enter")
+    page.wait_for_function("location.hash.includes('tok=')")
+    found = int(tab.param("tok") or 0)
+    assert 0 < found < scene.cases["0-0.1"].prompt_len
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_contain_text("went on from the start")
+    assert int(tab.param("tok") or 0) == found
+    page.locator("#find").fill("no such text")
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_contain_text("is not in this sequence")
 
 
 def test_text_of_the_model_is_only_text(tab: Tab, scene: Scene) -> None:
@@ -273,7 +317,7 @@ def test_n_crosses_windows_and_brackets_turn_them(tab: Tab, scene: Scene) -> Non
     page = tab.sequence(scene.id("0-2.1"), "?tok=4000&scale=1")
     page.keyboard.press("n")
     expect(page.locator("#status")).to_contain_text("no token over 1 nat")
-    page.keyboard.press("3")
+    page.keyboard.press("-")
     expect(page.locator("input[name=scale]:checked")).to_have_value("1e-1")
     while (tab.pinned() or "t0") < "t4096" and not page.locator("#t4096").count():
         before = tab.param("tok")

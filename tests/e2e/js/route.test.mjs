@@ -9,6 +9,13 @@ test('every screen has an address that comes back', () => {
     '#/run/abc/seqs?sort=-max_abs&q=finish%3Dlength',
     '#/run/abc/seq/1f0c29ab.0-3.1?tok=1180&scale=1e-1',
     '#/run/abc/seq/a:b_c-d.0',
+    '#/run/abc/timeline?t0=5&t1=9',
+    '#/run/abc/weights',
+    '#/run/abc/causes?cause=routing',
+    '#/run/abc/seq/s.0-1/layers?metric=rel_l2&tok=4',
+    '#/run/abc/seq/s.0-1/routing?layer=17',
+    '#/run/abc/seq/s.0-1/sides?a=r1&b=r2',
+    '#/basket',
   ]) {
     assert.equal(format(parse(hash)), hash);
   }
@@ -35,6 +42,14 @@ test('unknown parameters are kept when something is chosen', () => {
 test('what belongs to one sequence does not follow to the next', () => {
   const state = parse('#/run/a/seq/s?tok=5&win=4096&at=9&mask=hide&scale=1e-2&sort=id&rep=r&x=1');
   assert.equal(link(state, { seq: 't' }), '#/run/a/seq/t?scale=1e-2&sort=id&rep=r&x=1');
+});
+
+test('the token follows through the screens of its sequence, what is of one screen does not', () => {
+  const strip = parse('#/run/a/seq/s?tok=5&win=0&scale=1e-2');
+  const layers = parse(link(strip, { screen: 'layers', params: { metric: 'ulp' } }));
+  assert.equal(format(layers), '#/run/a/seq/s/layers?tok=5&scale=1e-2&metric=ulp');
+  assert.equal(link(layers, { screen: 'seq' }), '#/run/a/seq/s?tok=5&scale=1e-2');
+  assert.equal(link(layers, { screen: 'seqs', seq: null }), '#/run/a/seqs?scale=1e-2');
 });
 
 test('the list keeps its order on the way to a sequence and back', () => {

@@ -1,5 +1,5 @@
-// Colours from formulas: a diverging blue - neutral - orange scale, mixed in OKLab.
-// Blue against orange is told apart with every common colour blindness.
+// Colours from formulas, mixed in OKLab: a diverging scale blue - neutral - orange, and a sequential
+// one, blue and yellow by lightness. Both are told apart with every common colour blindness.
 
 /** |delta| at which the scale is full, nats. The texts are what stands in links. */
 export const PRESETS = [
@@ -72,12 +72,30 @@ const ENDS = {
   dark: { neutral: [0.22, 0.008, 250], blue: [0.68, 0.15, 250], orange: [0.75, 0.16, 60] },
 };
 
+const RAMP = {
+  light: [[0.97, 0.045, 100], [0.34, 0.11, 262]],
+  dark: [[0.28, 0.06, 262], [0.92, 0.13, 100]],
+};
+
 const tables = {};
+const ramps = {};
+
+function lab([L, C, h]) {
+  return [L, C * Math.cos((h * Math.PI) / 180), C * Math.sin((h * Math.PI) / 180)];
+}
+
+/** The sequential scale: sRGB of t in 0..1, paler (in the dark: darker) for less. */
+export function sequential(t, theme) {
+  if (!ramps[theme]) {
+    const [low, high] = RAMP[theme].map(lab);
+    ramps[theme] = Array.from({ length: STEPS + 1 }, (_, i) => fromOklab(...low.map((x, k) => x + (i / STEPS) * (high[k] - x))));
+  }
+  return ramps[theme][Math.round(Math.min(Math.max(t, 0), 1) * STEPS)];
+}
 
 function table(theme) {
   if (tables[theme]) return tables[theme];
   const { neutral, blue, orange } = ENDS[theme];
-  const lab = ([L, C, h]) => [L, C * Math.cos((h * Math.PI) / 180), C * Math.sin((h * Math.PI) / 180)];
   const [n, low, high] = [neutral, blue, orange].map(lab);
   tables[theme] = [];
   for (let i = -STEPS; i <= STEPS; i += 1) {
@@ -102,6 +120,16 @@ export function paint(delta, scale, theme) {
     thickness: Math.max(1, Math.ceil(Math.abs(t) * 4)),
     clipped: Math.abs(delta) > scale,
   };
+}
+
+/**
+ * How a token looks by a value that has no sign: 0 to full scale.
+ * @param {boolean} log whether the axis is logarithmic from 1 on (ranks), else it is linear.
+ */
+export function paintAmount(value, scale, theme, log = false) {
+  const t = Math.min(Math.max(log ? Math.log1p(value) / Math.log1p(scale) : value / scale, 0), 1);
+  const ground = sequential(t, theme);
+  return { ground, ink: ink(ground), thickness: Math.max(1, Math.ceil(t * 4)), clipped: value > scale };
 }
 
 export function css(rgb) {

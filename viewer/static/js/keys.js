@@ -5,6 +5,8 @@ export const HELP = [
     ['c', 'copy the link to exactly this view'],
     ['t', 'light or dark'],
     ['?', 'this help'],
+    ['Ctrl K', 'go anywhere: screens, runs, sequences, tokens'],
+    ['s', 'star what is pinned, for the basket'],
     ['Esc', 'close, or let go of the pinned token'],
   ]],
   ['Sequence list', [
@@ -15,8 +17,11 @@ export const HELP = [
   ]],
   ['Token strip', [
     ['j / k, \u2192 / \u2190', 'next, previous token'],
-    ['n / N', 'next, previous token over the scale, or not finite'],
-    ['1 2 3 4', 'scale 1e-3, 1e-2, 1e-1, 1 nat'],
+    ['n / N, p', 'next, previous token over the scale, or not finite'],
+    ['1 to 7', 'colour by: \u0394 logprob, ratio, \u0394 probability, entropy, rank, KL, overlap'],
+    ['\u2212 / =', 'finer, coarser scale'],
+    ['g, a number, Enter', 'go to that position'],
+    ['f', 'find text'],
     ['[ / ]', 'previous, next window of 4,096 positions'],
     ['g g / G', 'first, last token'],
     ['J / K', 'next, previous sequence of the list'],
@@ -41,21 +46,31 @@ export function isTyping(target) {
 }
 
 /**
- * Turns key presses into names: the key, or `g g`.
+ * Turns key presses into names: the key, `g g`, or `go 1180` for g, the digits and Enter.
  * @returns {(event: KeyboardEvent) => ?string}
  */
 export function reader(now = () => performance.now()) {
-  let pending = -Infinity;
+  let pending = -Infinity; // when g was pressed
+  let digits = '';
   return (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return null;
     if (isTyping(event.target)) return null;
     if (event.key !== 'Escape' && !enabled()) return null;
-    if (event.key === 'g') {
-      const twice = now() - pending < 800;
-      pending = twice ? -Infinity : now();
-      return twice ? 'g g' : null;
-    }
+    const soon = now() - pending < (digits ? 5000 : 800);
     pending = -Infinity;
+    const number = digits;
+    digits = '';
+    if (soon && /^\d$/.test(event.key)) {
+      pending = now();
+      digits = number + event.key;
+      return null;
+    }
+    if (soon && number && event.key === 'Enter') return `go ${number}`;
+    if (event.key === 'g') {
+      if (soon && !number) return 'g g';
+      pending = now();
+      return null;
+    }
     return event.key;
   };
 }

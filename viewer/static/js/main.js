@@ -143,10 +143,11 @@ addEventListener('keydown', (event) => {
   const key = read(event);
   if (key === null) return;
   if (key === 'Enter' && event.target.closest('a, button, summary, [role=slider]')) return;
-  const action = { c: copyLink, t: toggle, '?': showHelp, ...(screen && screen.keys) }[key];
-  if (action) {
+  const actions = { c: copyLink, t: toggle, '?': showHelp, ...(screen && screen.keys) };
+  const [name, number] = key.startsWith('go ') ? ['go', Number(key.slice(3))] : [key];
+  if (actions[name]) {
     event.preventDefault();
-    action();
+    actions[name](number);
   }
 });
 

@@ -17,7 +17,7 @@ export const OF_SEQUENCE = ['layers', 'routing', 'sides'];
 /** Parameters that mean something on one screen only; they do not follow to another one. */
 const OWN = {
   seqs: ['after', 'row'],
-  seq: ['at', 'win', 'mask', 'stat'],
+  seq: ['at', 'win', 'mask'],
   timeline: ['t0', 't1', 'step', 'lane'],
   weights: ['version'],
   causes: ['cause'],

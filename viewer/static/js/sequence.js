@@ -1,7 +1,6 @@
 // Sequence page: facts, minimap, token strip, panel of the pinned token.
 
 import { getArrays, getJson, runPath, scope } from './api.js';
-import { DEFAULT_PRESET, PRESETS } from './colour.js';
 import { byId, h, put } from './dom.js';
 import { NONE, count, percent, short } from './format.js';
 import { legend } from './legend.js';
@@ -10,8 +9,14 @@ import { notice, notices } from './notices.js';
 import { drawPanel } from './panel.js';
 import { current, go, integer, link, replace } from './route.js';
 import { say, whisper } from './shell.js';
+import { STATS, presetOf, statOf } from './stats.js';
+import { findText } from './find.js';
 import { WINDOW, describe, drawStrip, paintStrip, readWindow } from './strip.js';
 import { onTheme, theme } from './theme.js';
+
+/** Arrays of a window that every statistic needs. */
+const USUAL = ['ids', 'state', 'flags', 'a', 'b', 'delta', 'flips', 'text_offsets', 'text_bytes'];
+const NOT_STORED = 'the tapes hold no distributions; record with --top-logprobs';
 
 export async function open({ state, main, signal }) {
   const path = (...rest) => runPath(state, 'seqs', state.seq, ...rest);
@@ -30,13 +35,14 @@ function view(state, n) {
   const win = integer(state.params.get('win'));
   const wanted = win !== null && n ? Math.min(win, n - 1) : pinned || 0;
   const start = Math.floor(wanted / WINDOW) * WINDOW;
-  const preset = PRESETS.findIndex((p) => p.text === state.params.get('scale'));
+  const stat = statOf(state.params.get('stat'));
   return {
     pinned,
     asked: tok,
     start,
     end: Math.min(start + WINDOW, n),
-    preset: preset < 0 ? DEFAULT_PRESET : preset,
+    stat,
+    preset: presetOf(stat, state.params.get('scale')),
     hideMasked: state.params.get('mask') === 'hide',
     at: integer(state.params.get('at')),
   };
@@ -82,6 +88,10 @@ class Page {
     this.scales = h('fieldset', { class: 'scales' });
     this.pager = h('span', { class: 'pager' });
     this.clipped = h('span', { class: 'hint', id: 'clipped' });
+    this.stats = h('select', { id: 'stat', on: { change: (event) => this.setStat(event.target.value) } },
+      STATS.map((stat) => h('option', { value: stat.name, disabled: !this.has(stat) || null, title: this.has(stat) ? null : NOT_STORED },
+        this.has(stat) ? stat.text : `${stat.text} (not recorded)`)));
+    this.find = h('input', { type: 'search', id: 'find', size: 12, placeholder: 'find text', 'aria-label': 'Find text in the sequence; Enter goes on', on: { keydown: (event) => this.onFind(event) } });
     this.outside = h('div', {});
     this.maskBox = h('input', { type: 'checkbox', id: 'mask', on: { change: () => this.toggleMask() } });
     put(
@@ -97,9 +107,9 @@ class Page {
           this.head = h('div', { class: 'striphead' },
             this.minimap.canvas,
             h('div', { class: 'controls' },
-              this.scales, this.clipped,
+              h('span', {}, h('label', { for: 'stat' }, 'colour '), this.stats), this.scales, this.clipped,
               h('span', {}, this.maskBox, ' ', h('label', { for: 'mask' }, `show masked (${count(info.counts.masked)})`)),
-              this.pager),
+              this.find, this.pager),
             this.readout),
           this.legend, this.strip),
         this.panel) : notice({ level: 'info', title: 'An empty sequence', text: 'It was opened and no token was recorded. Aborted requests are kept like this.' }),
@@ -123,35 +133,49 @@ class Page {
       level: 'warn', title: `There is no position ${count(next.asked)}`,
       text: `The sequence has positions 0 to ${count(info.n - 1)}; the nearest one is pinned.`,
     }) : []);
-    if (!this.data || this.data.start !== next.start) {
-      const answer = await getArrays(this.path('tokens'), { ...scope(state), start: next.start, end: next.end }, this.signal);
+    if (!this.data || this.data.start !== next.start || next.stat.columns.some((name) => !this.data.arrays.includes(name))) {
+      const data = await this.load(next.start, next.stat.columns);
       if (this.view !== next) return; // the reader has moved on
-      this.data = readWindow(answer);
+      this.data = data;
       put(this.strip, drawStrip(this.data));
     }
     this.drawControls(state);
     this.strip.classList.toggle('hide-masked', next.hideMasked);
     this.panel.classList.toggle('empty', next.pinned === null);
-    if (!old || old.preset !== next.preset || old.start !== next.start) this.paint();
+    if (!old || old.preset !== next.preset || old.start !== next.start || old.stat !== next.stat) this.paint();
     else this.minimap.set({ start: next.start, end: next.end, pinned: next.pinned });
     this.mark(old, next);
     if (!old || old.pinned !== next.pinned) this.drawDetail();
     this.drawReadout();
   }
 
+  /** Whether the tapes hold what a statistic needs. */
+  has(stat) {
+    return stat.columns.every((name) => (this.info.extra || []).includes(name));
+  }
+
+  async load(start, columns = []) {
+    const cols = columns.length ? [...USUAL, ...columns].join(',') : null;
+    const end = Math.min(start + WINDOW, this.info.n);
+    return readWindow(await getArrays(this.path('tokens'), { ...scope(current()), start, end, cols }, this.signal));
+  }
+
   paint() {
     if (!this.data) return;
-    const scale = PRESETS[this.view.preset].value;
-    const here = paintStrip(this.data, scale, theme());
-    put(this.legend, legend(scale, theme()));
-    const whole = this.info.clipped[this.view.preset].count;
-    put(this.clipped, `over the scale: ${count(here)} in this window, ${count(whole)} in the sequence`);
-    this.minimap.set({ start: this.view.start, end: this.view.end, pinned: this.view.pinned, scale });
+    const { stat, preset } = this.view;
+    const scale = stat.presets[preset].value;
+    const here = paintStrip(this.data, stat, scale, theme());
+    put(this.legend, legend(stat, scale, theme()));
+    const whole = stat.name === 'dlp' ? `, ${count(this.info.clipped[preset].count)} in the sequence` : '';
+    put(this.clipped, `over the scale: ${count(here)} in this window${whole}`);
+    // the map is of |delta| whatever the strip shows
+    this.minimap.set({ start: this.view.start, end: this.view.end, pinned: this.view.pinned, scale: stat.signed ? scale : 0.1 });
   }
 
   drawControls(state) {
-    const { preset, start, end, hideMasked } = this.view;
-    put(this.scales, h('legend', {}, 'full scale, nat'), PRESETS.map((p, i) => h('label', {},
+    const { stat, preset, start, end, hideMasked } = this.view;
+    this.stats.value = stat.name;
+    put(this.scales, h('legend', {}, `full scale, ${stat.name === 'dlp' ? 'nat' : stat.unit.split(',')[0]}`), stat.presets.map((p, i) => h('label', {},
       h('input', { type: 'radio', name: 'scale', value: p.text, checked: i === preset || null, on: { change: () => this.setScale(i) } }), ` ${p.text}`)));
     this.maskBox.checked = !hideMasked;
     const to = (win, text, id) => h('a', { href: link(state, { params: { win, at: null } }), id }, text);
@@ -234,7 +258,7 @@ class Page {
     if (signal.aborted) return;
     drawPanel(this.panel, data, { state, info: this.info });
     this.panel.removeAttribute('aria-busy');
-    if (this.data && pinned >= this.data.start && pinned < this.data.end) whisper(`token ${pinned}, ${describe(this.data, pinned)}`);
+    if (this.data && pinned >= this.data.start && pinned < this.data.end) whisper(`token ${pinned}, ${describe(this.data, pinned, this.view.stat)}`);
   }
 
   hover(token) {
@@ -245,7 +269,7 @@ class Page {
   drawReadout() {
     const position = this.hovered ?? this.view.pinned;
     const here = position !== null && this.data && position >= this.data.start && position < this.data.end;
-    put(this.readout, here ? [h('strong', {}, count(position)), ' ', describe(this.data, position)] : '\u00a0');
+    put(this.readout, here ? [h('strong', {}, count(position)), ' ', describe(this.data, position, this.view.stat)] : '\u00a0');
   }
 
   pin(position, { step = false } = {}) {
@@ -256,7 +280,33 @@ class Page {
   }
 
   setScale(index) {
-    go(link(current(), { params: { scale: PRESETS[index].text } }));
+    const preset = this.view.stat.presets[index];
+    if (preset) go(link(current(), { params: { scale: preset.text } }));
+    else say(index < 0 ? 'this is the finest scale' : 'this is the coarsest scale');
+  }
+
+  setStat(name) {
+    const stat = statOf(name);
+    if (this.has(stat)) go(link(current(), { params: { stat: stat === STATS[0] ? null : name, scale: null } }));
+    else say(`${stat.text}: ${NOT_STORED}`);
+  }
+
+  onFind(event) {
+    if (event.key === 'Escape') this.strip.focus();
+    if (event.key !== 'Enter') return;
+    event.preventDefault();
+    this.search(this.find.value);
+  }
+
+  async search(wanted) {
+    if (!wanted) return;
+    const from = this.view.pinned === null ? this.view.start : this.view.pinned + 1;
+    const found = await findText(wanted, from, this.info.n, async (start) => (start === this.data.start ? this.data : this.load(start)));
+    if (found === null) say(`\u201c${wanted}\u201d is not in this sequence`);
+    else {
+      if (found < from) say('went on from the start');
+      this.pin(found);
+    }
   }
 
   toggleMask() {
@@ -269,14 +319,31 @@ class Page {
   }
 
   async seek(back) {
-    const from = this.view.pinned ?? (back ? this.info.n : -1);
-    const threshold = PRESETS[this.view.preset].value;
+    const { stat, preset, pinned } = this.view;
+    const from = pinned ?? (back ? this.info.n : -1);
+    const threshold = stat.presets[preset].value;
+    if (stat.name !== 'dlp') {
+      this.seekHere(stat, threshold, from, back);
+      return;
+    }
     const found = await getJson(this.path('over'), { ...scope(current()), threshold, from, back }, this.signal);
     if (found.position === null) say(found.of ? `no ${back ? 'earlier' : 'later'} token over ${threshold} nat` : `no token over ${threshold} nat`);
     else {
       say(`${found.rank} of ${found.of} over ${threshold} nat`);
       this.pin(found.position);
     }
+  }
+
+  seekHere(stat, threshold, from, back) {
+    const { start, end } = this.data;
+    for (let at = Math.min(Math.max(from, start - 1), end) + (back ? -1 : 1); at >= start && at < end; at += back ? -1 : 1) {
+      const value = stat.value(this.data, at - start);
+      if (value !== null && Math.abs(value) > threshold) {
+        this.pin(at);
+        return;
+      }
+    }
+    say(`no ${back ? 'earlier' : 'later'} token over ${threshold} in this window`);
   }
 
   window(step) {
@@ -296,15 +363,18 @@ class Page {
     const keys = {
       j: () => this.walk(1), ArrowRight: () => this.walk(1),
       k: () => this.walk(-1), ArrowLeft: () => this.walk(-1),
-      n: () => this.seek(false), N: () => this.seek(true),
+      n: () => this.seek(false), N: () => this.seek(true), p: () => this.seek(true),
       '[': () => this.window(-1), ']': () => this.window(1),
       'g g': () => this.pin(0), G: () => this.pin(this.info.n - 1),
       J: () => this.neighbour('next'), K: () => this.neighbour('previous'),
       Enter: () => this.pin(this.hovered ?? this.firstInView()),
       Escape: () => go(link(current(), { params: { tok: null } })),
       m: () => this.toggleMask(),
+      f: () => this.find.focus(),
+      '-': () => this.setScale(this.view.preset - 1), '=': () => this.setScale(this.view.preset + 1),
+      go: (position) => this.pin(position),
     };
-    PRESETS.forEach((_, i) => { keys[String(i + 1)] = () => this.setScale(i); });
+    STATS.forEach((stat, i) => { keys[String(i + 1)] = () => this.setStat(stat.name); });
     return keys;
   }
 

@@ -1,8 +1,9 @@
 // The token strip: one span a token, at most one window of them.
 
-import { css, paint } from './colour.js';
+import { css } from './colour.js';
 import { h } from './dom.js';
-import { NONE, signed } from './format.js';
+import { NONE, short, signed } from './format.js';
+import { look } from './stats.js';
 import { tokenText } from './text.js';
 
 export const WINDOW = 4096;
@@ -33,12 +34,15 @@ export function readWindow({ arrays, metadata }) {
   return {
     start,
     end: Number(metadata.end),
+    arrays: Object.keys(arrays),
     has,
     state: (i) => states[arrays.state[i]],
     id: (i) => (has(i, 'id') ? arrays.ids[i] : null),
     a: (i) => (has(i, 'a') ? arrays.a[i] : null),
     b: (i) => (has(i, 'b') ? arrays.b[i] : null),
     delta: (i) => (has(i, 'delta') ? arrays.delta[i] : null),
+    /** One of the arrays that were asked for besides the usual ones; NaN where there is none. */
+    extra: (name, i) => (arrays[name] && !Number.isNaN(arrays[name][i]) ? arrays[name][i] : null),
     flips: (i) => (arrays.flips[i] === NO_ROUTE ? null : arrays.flips[i]),
     /** {text, flow, split} of a token; its id where there is no text. */
     text(i) {
@@ -94,26 +98,32 @@ function classes(data, i, split, bare) {
   return names.join(' ');
 }
 
-/** Colours the compared tokens; returns how many are clipped. */
-export function paintStrip(data, scale, theme) {
+/** Colours the tokens by a statistic; returns how many are clipped. */
+export function paintStrip(data, stat, scale, theme) {
   let clipped = 0;
   const n = data.end - data.start;
   for (let i = 0; i < n; i += 1) {
-    const delta = data.delta(i);
-    if (delta === null || data.state(i) !== 'compared' || data.has(i, 'equal')) continue;
-    const look = paint(delta, scale, theme);
+    const value = stat.value(data, i);
+    const plain = value === null || (stat.signed && (data.state(i) !== 'compared' || data.has(i, 'equal')));
     const { style, classList } = document.getElementById(`t${data.start + i}`);
-    style.backgroundColor = css(look.ground);
-    style.color = css(look.ink);
-    style.borderBottomWidth = `${look.thickness}px`;
-    classList.toggle('clipped', look.clipped);
-    clipped += look.clipped;
+    classList.toggle('amount', !plain && !stat.signed);
+    if (plain) {
+      if (style.backgroundColor) ['background-color', 'color', 'border-bottom-width'].forEach((name) => style.removeProperty(name));
+      classList.remove('clipped');
+      continue;
+    }
+    const { ground, ink, thickness, clipped: over } = look(stat, value, scale, theme);
+    style.backgroundColor = css(ground);
+    style.color = css(ink);
+    style.borderBottomWidth = `${thickness}px`;
+    classList.toggle('clipped', over);
+    clipped += over;
   }
   return clipped;
 }
 
 /** One line about a token: `71 "the" delta +0.83 nat, compared, routing differs in 2 layers`. */
-export function describe(data, position) {
+export function describe(data, position, stat = null) {
   const i = position - data.start;
   const { text, bare } = data.text(i);
   const delta = data.delta(i);
@@ -122,6 +132,7 @@ export function describe(data, position) {
   return [
     bare ? (data.id(i) === null ? 'token not recorded' : `token id ${text}`) : `\u201c${text}\u201d`,
     delta === null ? null : data.has(i, 'equal') ? 'bitwise equal' : `\u0394 ${signed(delta)} nat`,
+    stat && stat.name !== 'dlp' && stat.value(data, i) !== null ? `${stat.text} ${stat.signed ? signed(stat.value(data, i)) : short(stat.value(data, i))}` : null,
     delta !== null || data.a(i) === null ? null : `logprob ${signed(data.a(i))}`,
     STATE_TEXT[state] || NONE,
     flips ? `routing differs in ${flips} layer${flips > 1 ? 's' : ''}` : null,
