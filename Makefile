@@ -9,7 +9,7 @@ READY = $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
 BENCHMARKS = $(filter-out benchmarks/peers.py benchmarks/processes.py benchmarks/vllm_%,$(wildcard benchmarks/[a-z]*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo verify test test-vllm test-native test-unit test-browser lint types docs bench clean chromium
+.PHONY: help screenshots venv venv-vllm demo verify test test-vllm test-native test-unit test-browser lint types docs bench clean chromium
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ test-unit: $(READY)  ## run the tests that need neither an engine nor a browser 
 
 test-browser: $(READY) chromium  ## run the tests of the viewer in chromium
 	$(PY) -m pytest -m browser
+
+screenshots: $(READY) chromium  ## pictures of every screen of the viewer, and those of the README
+	$(PY) -m tests.e2e.screenshots
 
 lint: $(READY)  ## check style, format, import direction, spelling
 	$(BIN)ruff check .
