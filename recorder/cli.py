@@ -24,12 +24,21 @@ from rolltape.recorder.launch import (
     start_tape,
     with_python,
 )
-from rolltape.recorder.options import LEVELS, ON_FULL, STORAGE_VARIABLE, Options
+from rolltape.recorder.options import (
+    LEVELS,
+    ON_FULL,
+    STORAGE_VARIABLE,
+    TAPE_VARIABLE,
+    Options,
+)
 from rolltape.recorder.output import default_output, expand, prepare_output
-from rolltape.recorder.summary import lines, why_nothing
+from rolltape.recorder.summary import idle_lines, lines, why_nothing
 from rolltape.store import UsageError
-from rolltape.store.places import LocalPlace
+from rolltape.store.places import LocalPlace, unused
 from rolltape.store.writer import check_commit_log
+
+#: Variables that carry to our hook what is the same in every recording.
+_OUR_OWN = {"ROLLTAPE_LAUNCH_ENV", "ROLLTAPE_PACKAGE", "ROLLTAPE_PROCS"}
 
 
 @click.command(
@@ -164,7 +173,12 @@ from rolltape.store.writer import check_commit_log
     "--summary-json", type=click.Path(path_type=Path), metavar="FILE", help="Write the summary."
 )
 @click.option("-q", "--quiet", is_flag=True, help="Only say what went wrong.")
-@click.option("-v", "--verbose", is_flag=True, help="Also say what is set and which processes ran.")
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Also say which variables are set beside defaults, and every process.",
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- CMD [ARGS]...")
 def record(
     *,
@@ -254,7 +268,7 @@ def record(
         check_commit_log(job.options.commit_log)
     prepare_output(job.place, append=append, overwrite=overwrite)
     voice.say(f"recording to {_shown(job.tape)}")
-    for name, value in sorted(job.variables.items()):
+    for name, value in chosen(job).items():
         voice.detail(f"set {name}={'...' if name.endswith(STORAGE_VARIABLE) else value}")
     recorded = run(job, append=append)
     _report(voice, job, recorded)
@@ -289,7 +303,7 @@ class _Voice:
 
     def __init__(self, *, quiet: bool, verbose: bool) -> None:
         self._quiet = quiet
-        self._verbose = verbose
+        self.verbose = verbose
         self._colour = (
             sys.stderr is not None
             and sys.stderr.isatty()
@@ -302,7 +316,7 @@ class _Voice:
             self._write(text, "cyan")
 
     def detail(self, text: str) -> None:
-        if self._verbose:
+        if self.verbose:
             self._write(text, "cyan")
 
     def warn(self, text: str) -> None:
@@ -321,16 +335,21 @@ def _report(voice: _Voice, job: Job, recorded: Recorded) -> None:
         if not summary.total:
             voice.warn(why_nothing(summary, inject=job.inject))
         if summary.total or summary.gaps or summary.hook_errors:
-            for line in lines(summary, wall_s=ended.wall_s):
+            for line in lines(summary, wall_s=ended.wall_s, every=voice.verbose):
                 voice.say(line)
+        else:
+            for line in idle_lines(summary):
+                voice.detail(line)
         for message in summary.messages:
             voice.warn(message)
         for text in summary.unreached:
             voice.warn(text)
         for problem in summary.problems:
             voice.warn(problem)
-        for process in summary.idle:
-            voice.detail(f"not recording: {process.pid} {process.executable} {process.argv0}")
+        for process in summary.seen:
+            if (process.host, process.pid) in summary.recording:
+                where = f"{process.pid}, {process.executable} {process.argv0}"
+                voice.detail(f"recorded: process {where}")
         if summary.live:
             voice.warn(
                 f"processes that outlived the command still write {len(summary.live)} shards: "
@@ -344,13 +363,27 @@ def _report(voice: _Voice, job: Job, recorded: Recorded) -> None:
         voice.say(f"next: {command}")
 
 
+def chosen(job: Job) -> dict[str, str]:
+    """The variables of a job that say something: not defaults, nor those for our own processes."""
+    usual = Options().environment(job.tape)
+    usual.pop(TAPE_VARIABLE)
+    return {
+        name: value
+        for name, value in sorted(job.variables.items())
+        if usual.get(name) != value
+        and not name.startswith(("TLLM_", "TRTLLM_"))
+        and name not in _OUR_OWN
+    }
+
+
 def next_commands(job: Job, recorded: Recorded) -> list[str]:
     """What to do with the tape; nothing when it is empty."""
     if recorded.summary is None or not recorded.summary.total:
         return []
     local = isinstance(job.place, LocalPlace)
     tape = _shown(job.tape)
-    replay = _shown(f"{job.tape.rstrip('/')}.replay" if local else f"{job.place.name}.replay")
+    target = Path(f"{job.tape.rstrip('/')}.replay" if local else f"{job.place.name}.replay")
+    replay = _shown(str(unused(target)))
     # kept sets, where there are any, are what makes the trainer's numbers comparable
     support = " --switch support=recorded" if recorded.summary.supports else ""
     commands = [f"rolltape replay {tape} -o {replay} --on transformers --mode score{support}"]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,8 @@ from rolltape.recorder.options import OPTIONAL_VARIABLES, STORAGE_VARIABLE, Opti
 from rolltape.recorder.provenance import mask_argv, provenance
 from rolltape.recorder.reached import find_unreached
 from rolltape.recorder.serving.ranks import compare_ranks
+from rolltape.recorder.serving.scribe_process import left_alone
+from rolltape.recorder.session import PUT_SECONDS
 from rolltape.recorder.settings import launch_variables
 from rolltape.recorder.summary import Summary, notes_to_events, summarize
 from rolltape.recorder.tensorrt_llm.identity import copies
@@ -39,6 +42,8 @@ NOT_FOUND, NOT_EXECUTABLE = 127, 126
 #: Exit status of `--strict` when the command went well and the recording did not.
 STRICT_FAULT = 70
 
+#: For the rows of engines that were killed; a store is not waited for longer than this anyway.
+ROWS_SECONDS = PUT_SECONDS + 5.0
 SEAL_SECONDS = 10.0
 #: For the index, which takes a pass over the tape.
 INDEX_SECONDS = 60.0
@@ -335,6 +340,15 @@ class _Bounded(Generic[T]):
 
 def _close(job: Job, ended: Ended, *, started_ns: int, before: Summary | None) -> Recorded:
     problems: list[str] = []
+    rows = _Bounded(lambda: _rows_left(job.procs), ROWS_SECONDS + SEAL_SECONDS)
+    if rows.error is not None:
+        problems.append(f"cannot tell who still writes: {type(rows.error).__name__}: {rows.error}")
+    elif rows.hung or rows.value:
+        problems.append(
+            f"the rows of a killed engine are still being written after {ROWS_SECONDS:.0f} s: the "
+            "seal does not cover all of them; when they are: "
+            f"{shlex.join(['rolltape', 'record', '--append', '-o', str(job.place), '--', 'true'])}"
+        )
     sealing = _Bounded(lambda: _seal(job, ended, started_ns=started_ns), SEAL_SECONDS)
     if sealing.hung:
         problems.append(
@@ -367,6 +381,16 @@ def _close(job: Job, ended: Ended, *, started_ns: int, before: Summary | None) -
         problems=tuple(problems),
         hung=hung,
     )
+
+
+def _rows_left(procs: Path) -> bool:
+    """Wait until what killed engines have left is written; whether it still is not."""
+    end = time.monotonic() + ROWS_SECONDS
+    while left_alone(procs):
+        if time.monotonic() >= end:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def _seal(job: Job, ended: Ended, *, started_ns: int) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class Session:
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            self.fault(name, error)
+            self.fault(name, error, disables=True)
             return None
 
     def always(self, name: str, call: Callable[[], object]) -> bool:
@@ -183,8 +183,17 @@ class Session:
         """Whether the recording ends: a store that does not answer is not waited for long."""
         return self._give_up_at != float("inf")
 
-    def fault(self, name: str, error: BaseException, **columns: Any) -> None:
-        """Count and record an error of the recorder; the job goes on unless `strict`."""
+    def fault(
+        self, name: str, error: BaseException, *, disables: bool = False, **columns: Any
+    ) -> None:
+        """Count and record an error of the recorder; the job goes on unless `strict`.
+
+        Args:
+            name: of the hook or part that failed.
+            error: what it raised.
+            disables: whether it is not called again after `MAX_FAULTS` of them.
+            columns: more columns of the `events` table.
+        """
         count = self.faults[name] = self.faults.get(name, 0) + 1
         where = "".join(traceback.format_exception(error)[-3:])
         detail: dict[str, Any] = {
@@ -195,7 +204,7 @@ class Session:
         if count == 1:
             warn(f"{name}: {detail['error']} (the job goes on; this part is not recorded)")
         if count <= MAX_FAULTS:
-            detail["disabled"] = count == MAX_FAULTS
+            detail["disabled"] = disables and count == MAX_FAULTS
             self.event("hook_error", detail=detail, **columns)
         if self.options.strict:
             raise error

@@ -20,6 +20,7 @@ from rolltape.store import TapeWriter
 from rolltape.store.places import Place
 from rolltape.store.tape import open_folder
 
+_IDLE_SHOWN = 2  # processes that recorded nothing and are named without -v
 _HEARTBEAT = re.compile(r"\d+-\d+")
 
 
@@ -235,8 +236,14 @@ def _unreached(events: pa.Table) -> Iterator[str]:
 # -- for people ---------------------------------------------------------------------------
 
 
-def lines(summary: Summary, *, wall_s: float) -> list[str]:
-    """The summary of a recording in which something was recorded or lost."""
+def lines(summary: Summary, *, wall_s: float, every: bool = False) -> list[str]:
+    """The summary of a recording in which something was recorded or lost.
+
+    Args:
+        summary: what the tape holds.
+        wall_s: seconds that the command ran.
+        every: name every process that recorded nothing, not only the first.
+    """
     out = []
     if summary.total:
         how = ", ".join(f"{n:,} {finish}" for finish, n in summary.sequences.items())
@@ -247,18 +254,20 @@ def lines(summary: Summary, *, wall_s: float) -> list[str]:
         if summary.before is not None:
             out.append(f"this part added {_count(summary.added, 'sequence')}")
     incomplete = summary.sequences.get("open", 0)
-    gaps = _count(summary.gaps, "gap") if summary.gaps else "no gap rows"
+    gaps = _count(summary.gaps, "gap") if summary.gaps else "no gaps recorded"
     if incomplete:
         gaps = f"INCOMPLETE: {_count(incomplete, 'sequence')} never closed; {gaps}"
     if summary.gap_tokens:
         gaps += f" ({_count(summary.gap_tokens, 'token')} dropped)"
     if summary.hook_errors:
         gaps += f", {_count(summary.hook_errors, 'hook error')}"
+    processes = _count(summary.processes, "Python process", "Python processes")
     recording = len(summary.recording)
-    out.append(
-        f"{gaps}; {_count(summary.processes, 'Python process', 'Python processes')}: "
-        f"{recording} recording, {summary.processes - recording} not"
-    )
+    idle = summary.processes - recording
+    out.append(f"{gaps}; {processes}: {recording} recording, {idle} not")
+    out += idle_lines(summary)[: None if every else _IDLE_SHOWN]
+    if len(summary.idle) > _IDLE_SHOWN and not every:
+        out.append(f"not recording: {len(summary.idle) - _IDLE_SHOWN} more, see -v")
     if summary.recovered:
         rows = sum(int(r["rows"]) for r in summary.recovered)
         out.append(
@@ -266,6 +275,15 @@ def lines(summary: Summary, *, wall_s: float) -> list[str]:
             "that a dead process had left open"
         )
     return out
+
+
+def idle_lines(summary: Summary) -> list[str]:
+    """The processes that recorded nothing, a line each, and why."""
+    return [
+        f"not recording: no engine was seen to generate in process {p.pid}, "
+        f"{p.executable} {p.argv0}"
+        for p in summary.idle
+    ]
 
 
 #: Hooked, and generate nothing themselves.

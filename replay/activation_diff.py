@@ -10,10 +10,11 @@ import numpy as np
 
 from rolltape.replay.identity import Problem
 from rolltape.replay.measures import coarser
-from rolltape.replay.site_errors import SpanError, common_stretches, row_errors, site_order
+from rolltape.replay.site_errors import SpanError, common_stretches, row_errors
 from rolltape.replay.sketch_diff import compare_sketches, sketches_of
 from rolltape.store.columns import Masked
 from rolltape.store.sequences import Sequence
+from rolltape.store.sites import site_order
 
 
 @dataclass

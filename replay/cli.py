@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from rolltape.replay.switches import CHOICES
+from rolltape.replay.switches import ALTERNATIVES, CHOICES, listed
 from rolltape.store.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ REEXECUTORS = ("transformers", "vllm", "tensorrt_llm")
 MODES = ("score", "re-execute")
 
 #: For the help: every switch with its values, the default first.
-_SWITCHES = "; ".join(f"{key}={'|'.join(values)}" for key, values in CHOICES.items())
+_SWITCHES = "; ".join(f"{key}={listed(key)}" for key in CHOICES)
+_OF_REEXECUTE = "; ".join(f"{key}={values}" for key, values in ALTERNATIVES.items())
 
 #: Options of mode score alone.
 _OF_SCORE = ("tokens_per_batch", "layout", "layers", "sequences", "sites", "top_logprobs")
@@ -48,8 +49,13 @@ _TORCH_STACK = ("safetensors", "torch", "transformers")
               "recorded batches again, step by step, and whether every bit agrees.")  # fmt: skip
 @click.option("--switch", "switches", multiple=True, metavar="KEY=VALUE",
               help=f"One controlled change; may be repeated. score: {_SWITCHES}. "
-              "re-execute: batch=recorded|one|N; weights=PATH")  # fmt: skip
+              f"re-execute: {_OF_REEXECUTE}")  # fmt: skip
 @click.option("--model", metavar="PATH", help="Model to run; by default the one the tape names.")
+@click.option("--checkpoint", "checkpoints", multiple=True, metavar="VERSION=PATH",
+              help="Where the weights of a version of the tape lie; may be repeated. They must "
+              "have the digest that was recorded.")  # fmt: skip
+@click.option("--foreign-pins", is_flag=True, help="re-execute on tensorrt_llm: take choices of "
+              "kernels that another device or library made.")  # fmt: skip
 @click.option("--device", metavar="D", help="torch device; by default CUDA if there is one, in "
               "re-execute what was recorded.")  # fmt: skip
 @click.option(
@@ -80,6 +86,8 @@ def replay(
     mode: str,
     switches: tuple[str, ...],
     model: str | None,
+    checkpoints: tuple[str, ...],
+    foreign_pins: bool,
     device: str | None,
     tokens_per_batch: int,
     layout: Layout,
@@ -97,7 +105,16 @@ def replay(
     if mode not in MODES:
         raise UsageError(f"--mode {mode}: no such mode", hint=" | ".join(MODES))
     if mode == "re-execute":
-        return _reexecute(tape, output, executor, switches, model, device, as_json=as_json)
+        options = {
+            "switches": switches,
+            "model": model,
+            "checkpoints": checkpoints,
+            "device": device,
+            "foreign_pins": foreign_pins,
+        }
+        return _reexecute(tape, output, executor, options, as_json=as_json)
+    if foreign_pins:
+        raise UsageError("--foreign-pins is an option of mode re-execute", hint="leave it out")
     if executor not in EXECUTORS and ":" not in executor:
         hint = " | ".join((*EXECUTORS, "package.module:factory"))
         raise UsageError(f"--on {executor}: no such executor", hint=hint)
@@ -115,6 +132,7 @@ def replay(
         on=executor,
         switches=switches,
         model=model,
+        checkpoints=checkpoints,
         device=device,
         tokens_per_batch=tokens_per_batch,
         layout=layout,
@@ -138,9 +156,7 @@ def _reexecute(
     tape: Path,
     output: Path,
     executor: str,
-    switches: tuple[str, ...],
-    model: str | None,
-    device: str | None,
+    options: dict[str, Any],
     *,
     as_json: bool,
 ) -> int:
@@ -154,14 +170,7 @@ def _reexecute(
         from rolltape.replay.reexecute import reexecute
         from rolltape.replay.reproduction import EXIT_STATUS
 
-        summary = reexecute(
-            tape,
-            output,
-            on=executor if given else None,
-            switches=switches,
-            model=model,
-            device=device,
-        )
+        summary = reexecute(tape, output, on=executor if given else None, **options)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _TORCH_STACK:
             raise
@@ -186,7 +195,7 @@ def _reexecute(
               help="Compare recorded tensors and sketches too: by site, and where they part "
               "first.")  # fmt: skip
 @click.option("--floor", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
-              help="Noise floor of --layers: errors up to it are within-noise.")  # fmt: skip
+              help="Measured noise floor: differences up to it are within-noise.")  # fmt: skip
 @click.option("--save-floor", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
               help="TAPE and TAPE2 should agree (the same model in other batches): write how far "
               "they do not as a noise floor.")  # fmt: skip
@@ -208,7 +217,7 @@ def diff(
 ) -> int:
     """Compare two tapes token by token; d = log p of TAPE2 - log p of TAPE.
 
-    Exit status: 0 identical, 1 divergent, 2 bad input, 3 inconclusive or not-run.
+    Exit status: 0 identical or within-noise, 1 divergent, 2 bad input, 3 inconclusive or not-run.
     """
     from rolltape.replay.diff import EXIT_STATUS, diff_tapes
     from rolltape.store.sequences import open_tape
@@ -216,7 +225,7 @@ def diff(
     report = diff_tapes(
         open_tape(a),
         open_tape(b),
-        layers=layers or floor is not None or save_floor is not None,
+        layers=layers,
         floor=floor,
         save_floor=save_floor,
         sequences=_names(sequences),

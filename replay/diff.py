@@ -10,6 +10,7 @@ from typing import Any
 
 from rolltape.replay.activation_diff import SiteTally
 from rolltape.replay.align import Alignment, Pair, alignment_problems, select
+from rolltape.replay.drift import counts_over, drift, first_divergent
 from rolltape.replay.front import Floor, floor_of, front_of
 from rolltape.replay.identity import (
     Problem,
@@ -40,6 +41,7 @@ from rolltape.replay.summary import (
     judge,
     kept_sets,
     meanings,
+    seen_of,
     sequence_row,
     why_no_column,
     why_no_routes,
@@ -52,6 +54,7 @@ from rolltape.replay.suspicions import (
     shift_problem,
     shifted_logprobs,
 )
+from rolltape.replay.value_floor import Seen, ValueFloor, above_floor, floor_of_values
 from rolltape.store.errors import UsageError
 from rolltape.store.jsonable import jsonable
 from rolltape.store.keys import Key
@@ -86,9 +89,9 @@ def diff_tapes(
     Args:
         a: the reference side; d = log p_B - log p_A.
         b: the other side.
-        layers: compare recorded activations too.
-        floor: file of a measured noise floor for them; see `rolltape.replay.front`.
-        save_floor: where to write their differences as a noise floor: the two sides should agree.
+        layers: compare recorded activations too; a floor that has some asks for them, too.
+        floor: file of a measured noise floor; see `rolltape.replay.front` and `.value_floor`.
+        save_floor: where to write the differences as a noise floor: the two sides should agree.
         sequences: ids (of either tape) to compare; all if None.
         scoring: of `b` only what a trainer scored for this purpose: old, current, reference.
             Both may then be one tape, which holds the rollouts and the trainer.
@@ -108,7 +111,10 @@ def diff_tapes(
     if sequences is not None and scoring is not None:
         raise UsageError("sequences and scoring were both chosen", hint="choose one of them")
     alignment = select(a, b, sequences, scoring)
-    work = _Work(a, b, layers=layers, floor=None if floor is None else Floor.load(floor))
+    noise = None if floor is None else Floor.load(floor)
+    layers |= noise is not None and bool(noise.sites)
+    layers |= save_floor is not None and all(len(t.table("activations")) for t in (a, b))
+    work = _Work(a, b, layers=layers, floor=noise)
     work.note(*alignment_problems(a, b, alignment))
     for pair in alignment.pairs:
         work.compare(pair)
@@ -116,8 +122,8 @@ def diff_tapes(
     plain: dict[str, Any] = jsonable(summary)
     if save_floor is not None:
         measured = {f"{_description(a)} against {_description(b)}": work.sites}
-        count = int(plain["compared"]["sequences"])
-        floor_of(measured, work.engines(), sequences=count).save(save_floor)
+        count, values = int(plain["compared"]["sequences"]), floor_of_values(work.seen)
+        floor_of(measured, work.engines(), sequences=count, values=values).save(save_floor)
     if out is not None:
         write_report(
             out,
@@ -144,6 +150,9 @@ class _Work:
         self.warnings: list[Problem] = []
         self.suspects: list[tuple[Sequence, Sequence]] = []
         self.headline: str | None = None
+        self.seen = Seen(
+            logprobs={}, routes=None, weights_differ=0, weights_non_finite=0, choices={}
+        )
         self.by_pair: list[dict[str, Any]] = []
 
     # -- one pair -------------------------------------------------------------------------
@@ -224,25 +233,45 @@ class _Work:
             "supports": kept["compared"],
             "activations": self.sites.positions,
         }
+        columns = {c: sum(p.differ(c) for p in pairs) for c in LOGPROBS}
         differences = {
-            "logprobs": max(sum(p.differ(c) for p in pairs) for c in LOGPROBS),
+            "logprobs": max(columns.values()),
             **self.routing.differences,
             "supports": kept["differ"],
             "activations": self.sites.differences,
         }
+        self.seen = Seen(
+            logprobs={c: seen_of(answers[c], columns[c]) for c in LOGPROBS},
+            routes=self.routing.seen,
+            weights_differ=differences["route_weights"],
+            weights_non_finite=self.routing.weights_non_finite,
+            choices={"used_routes": differences["used_routes"], "kept_sets": kept["differ"]},
+        )
+        activations, noise = self._activations(), self._noise()
+        above = None if noise is None or noise["unlike"] else noise["above"]
+        if above is not None and activations and activations["verdict"] == "divergent":
+            above.append(f"activations from {activations['front']['site']} on")
         verdict, reason = judge(
             compared,
             differences,
             blocking=sum(p.blocks for p in self.problems),
             layers_missing=self.layers and not self.sites.positions,
+            above=above,
+            columns=columns,
         )
+        if noise is not None and noise["unlike"] and verdict == "divergent":
+            reason += f"; the noise floor is of another kind: {'; '.join(noise['unlike'])}"
         return {
             "verdict": verdict,
             "reason": reason,
             **main.plain,
+            "over": counts_over(main.deltas.delta),
+            "first_divergent": first_divergent(activations, self.routing.rows()),
+            "drift": drift(main.deltas, self.results, self.a, self.b),
             "routing": self.routing.summary(),
             "supports": kept,
-            "activations": self._activations(),
+            "activations": activations,
+            "noise": noise,
             "identity": fold(self.problems),
             "warnings": fold(self.warnings),
             "compared": compared,
@@ -314,6 +343,21 @@ class _Work:
         if unlike:
             found["reason"] += f"; the noise floor is of another kind: {'; '.join(unlike)}"
         return {**found, "sites": self.sites.summary()}
+
+    def _noise(self) -> dict[str, Any] | None:
+        """The floor of values, and what is above it; None without a floor."""
+        floor = self.floor
+        if floor is None:
+            return None
+        values = floor.values or ValueFloor(logprobs={})
+        return {
+            "executions": list(floor.executions),
+            "sequences": floor.sequences,
+            "margin": floor.margin,
+            **dataclasses.asdict(values),
+            "unlike": floor.unlike(self.engines()),
+            "above": above_floor(self.seen, values, floor.margin),
+        }
 
     def _lacking(self, table: str) -> str | None:
         sides = [s for s, t in (("a", self.a), ("b", self.b)) if not len(t.table(table))]

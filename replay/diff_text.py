@@ -9,7 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-_STYLE = {"identical": "bold green", "divergent": "bold red"}
+from rolltape.store.places import unused
+
+_STYLE = {"identical": "bold green", "within-noise": "bold green", "divergent": "bold red"}
 _LAYERS_SHOWN = 16
 _OF_A_KIND = 3
 
@@ -27,6 +29,9 @@ def print_diff(report: dict[str, Any], a: Path, b: Path, out: Path | None) -> No
     verdict = report["verdict"]
     console.print(f"[{_STYLE.get(verdict, 'bold yellow')}]{verdict}[/]: {report['reason']}")
     console.print(_line_of_counts(report), markup=False)
+    if verdict == "identical":  # no number of it would be anything but 0
+        _print_identical(console, report)
+        return
     if report["tokens_compared"]:
         console.print(_logprob_table(report))
         console.print(_worst(report), markup=False)
@@ -39,11 +44,27 @@ def print_diff(report: dict[str, Any], a: Path, b: Path, out: Path | None) -> No
         _print_routing(console, report["routing"])
     if report["activations"]:
         _print_activations(console, report["activations"])
+    if report["noise"] and report["noise"]["logprobs"]:
+        console.print(_noise(report["noise"]), markup=False)
     _print_problems(console, "identity", report["identity"])
     _print_problems(console, "note", report["warnings"])
     for what, reason in report["not_compared"].items():
         console.print(f"not compared: {what}: {reason}", markup=False)
-    console.print(f"next: {_next(report, a, b, out)}", markup=False)
+    if verdict != "within-noise" or out is not None:
+        for command in _next(report, a, b, out):
+            console.print(f"next: {command}", markup=False)
+
+
+def _print_identical(console: Console, report: dict[str, Any]) -> None:
+    """What a reader of `identical` has to know: what it does not cover."""
+    if report["activations"]:
+        for line in _front(report["activations"]):
+            console.print(line, markup=False)
+    _print_problems(console, "identity", report["identity"])
+    _print_problems(console, "note", report["warnings"])
+    for what, reason in report["not_compared"].items():
+        if what != "activations":  # asked for they are there, else the verdict is another
+            console.print(f"not compared: {what}: {reason}", markup=False)
 
 
 def print_replay(summary: dict[str, Any], tape: Path, output: Path) -> None:
@@ -62,14 +83,17 @@ def print_replay(summary: dict[str, Any], tape: Path, output: Path) -> None:
             console.print(f"{name.replace('_', '-')}: {text}", markup=False)
     for warning in summary["warnings"]:
         console.print(f"warning: {warning}", markup=False)
-    report = output.with_name(output.name + ".report")
-    console.print(f"next: {_command('diff', tape, output, '-o', report)}", markup=False)
+    command = _command("diff", tape, output, "-o", _report_of(output))
+    console.print(f"next: {command}", markup=False)
 
 
 def _line_of_counts(report: dict[str, Any]) -> str:
     compared, tokens = report["compared"], report["tokens"]
     kinds = ("logprobs", "routes", "supports", "activations")
     parts = [f"{compared[k]:,} {k}" for k in kinds if compared[k]]
+    if compared["logprobs"]:
+        names = [report["column"], *report["by_semantics"]]
+        parts[0] += f" ({', '.join(n for n in names if n)})"
     counts = [f"{n:,} {name.replace('_', ' ')}" for name, n in tokens.items() if n]
     what = ", ".join(parts) or "nothing"
     line = f"compared: {what} in {compared['sequences']:,} sequences"
@@ -173,13 +197,18 @@ def _print_routing(console: Console, routing: dict[str, Any]) -> None:
             f"{row['disagree']:,}",
             _percent(row["frac_disagree"]),
             f"{row['order_only']:,}",
-            f"{row['top1_disagree']:,}",
+            "-" if row["top1_disagree"] is None else f"{row['top1_disagree']:,}",
             *(
                 _number(row[k])
                 for k in ("weight_l1", "flip_margin_mean", "flip_margin_max", "agree_margin_mean")
             ),
         )
     console.print(table)
+    known, decisions = routing["top1_compared"], routing["decisions"]
+    if not known:
+        console.print("top-1: not known (no weights)")
+    elif known < decisions:
+        console.print(f"top-1: of the {known:,} decisions with weights on both sides")
     if len(shown) < len(rows):
         console.print(f"({len(rows) - len(shown)} layers that disagree less are not shown)")
 
@@ -224,6 +253,14 @@ def _front(activations: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _noise(noise: dict[str, Any]) -> str:
+    columns = [
+        f"{name} |d| {_number(found['max'])} over {found['tokens']:,} tokens"
+        for name, found in noise["logprobs"].items()
+    ]
+    return f"noise floor: {', '.join(columns)}, times {noise['margin']:g}"
+
+
 def _at(place: dict[str, Any]) -> str:
     numbers = [f"rel L2 {_number(place['rel_l2'])}"]
     if place["max_abs"] is not None:
@@ -249,18 +286,24 @@ def _print_problems(console: Console, label: str, problems: list[dict[str, Any]]
             console.print(f"{label}: {more} more of this kind, see --json", markup=False)
 
 
-def _next(report: dict[str, Any], a: Path, b: Path, out: Path | None) -> str:
+def _next(report: dict[str, Any], a: Path, b: Path, out: Path | None) -> list[str]:
+    """Commands that can be run as they stand."""
     if out is not None:
-        return _command("view", a, b, out)
+        return [_command("view", a, b, out)]
     if report["verdict"] == "not-run":
-        return f"{_command('info', a)}; {_command('info', b)}"
+        return [_command("info", a), _command("info", b)]
+    scoring = ("--scoring", report["scoring"]) if report["scoring"] else ()
+    whole = _command("diff", a, b, *scoring, "-o", _report_of(b))
     if report["verdict"] == "divergent" and report["max_at"] and report["max_abs"]:
         at = report["max_at"]
         span = f"{max(0, at['position'] - 5)}:{at['position'] + 6}"
-        show = f"{_command('show', a, at['sequence'])} --tokens {span}"
-        scoring = ("--scoring", report["scoring"]) if report["scoring"] else ()
-        return f"{show}; to look at it all: {_command('diff', a, b, *scoring, '-o', 'REPORT')}"
-    return _command("diff", a, b, "-o", "REPORT")
+        return [f"{_command('show', a, at['sequence'])} --tokens {span}", whole]
+    return [whole]
+
+
+def _report_of(tape: Path) -> Path:
+    """Where a report on a tape can be written: nothing is there yet."""
+    return unused(tape.with_name(tape.name + ".report"))
 
 
 def _command(name: str, *arguments: object) -> str:

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from rolltape.replay.activation_diff import SiteTally
-from rolltape.replay.site_errors import SpanError, site_order
+from rolltape.replay.site_errors import SpanError
+from rolltape.replay.value_floor import ValueFloor
 from rolltape.store.errors import UsageError
+from rolltape.store.sites import site_order
 
 #: How far above the largest error of the sample an error has to be: a maximum over a finite sample
 #: is too small for the next one.
@@ -56,6 +58,8 @@ class Floor:
         sequences: in the sample.
         margin: an error is above the floor if it is larger than margin * max.
         model: as the job names it.
+        versions: of the libraries.
+        values: noise of logprobs and routes; None where only sites were measured.
     """
 
     model_fingerprint: str | None
@@ -68,6 +72,7 @@ class Floor:
     margin: float = MARGIN
     model: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    values: ValueFloor | None = None
 
     def threshold(self, site: str) -> float | None:
         """Errors up to here are noise; None for a site that was not measured."""
@@ -105,13 +110,23 @@ class Floor:
             if found.pop("format", None) != _FORMAT:
                 raise UsageError(f"{path}: not a noise floor", hint=f'"format": "{_FORMAT}"')
             sites = {site: SiteFloor(**row) for site, row in found.pop("sites").items()}
-            return cls(sites=sites, executions=tuple(found.pop("executions")), **found)
+            values = found.pop("values", None)
+            return cls(
+                sites=sites,
+                executions=tuple(found.pop("executions")),
+                values=None if values is None else ValueFloor.load(values),
+                **found,
+            )
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(f"{path}: not a noise floor: {error}") from error
 
 
 def floor_of(
-    tallies: Mapping[str, SiteTally], engines: Iterable[Mapping[str, Any]], *, sequences: int
+    tallies: Mapping[str, SiteTally],
+    engines: Iterable[Mapping[str, Any]],
+    *,
+    sequences: int,
+    values: ValueFloor | None = None,
 ) -> Floor:
     """The floor from comparisons of executions that should agree.
 
@@ -119,6 +134,7 @@ def floor_of(
         tallies: what was compared with what -> its errors.
         engines: rows of `engines` of all of them, which must agree on model, dtype and machine.
         sequences: in the sample.
+        values: what was seen beside sites.
 
     Raises:
         UsageError: nothing was compared, values that are not finite, or engines that differ.
@@ -127,14 +143,14 @@ def floor_of(
     for tally in tallies.values():
         for site, found in tally.spans.items():
             spans.setdefault(site, []).extend(found)
-    if not spans:
-        raise UsageError("no noise floor: no site and position on both sides")
+    if not spans and not (values and (values.logprobs or values.routes)):
+        raise UsageError("no noise floor: no site, logprob or route on both sides")
     rows = list(engines)
     same = {name: {_value(row, name) for row in rows} for name in _IDENTITY}
-    for name, values in same.items():
-        if len(values) > 1:
+    for name, held in same.items():
+        if len(held) > 1:
             raise UsageError(
-                f"no noise floor: {name} differs: {', '.join(sorted(map(str, values)))}",
+                f"no noise floor: {name} differs: {', '.join(sorted(map(str, held)))}",
                 hint="executions of one model, dtype and machine",
             )
     first = rows[0] if rows else {}
@@ -145,6 +161,7 @@ def floor_of(
         sites={site: _site_floor(site, spans[site]) for site in sorted(spans, key=site_order)},
         executions=tuple(tallies),
         sequences=sequences,
+        values=values,
     )
 
 
@@ -250,6 +267,7 @@ def _sample(floor: Floor) -> dict[str, Any]:
         "sequences": floor.sequences,
         "positions": max((s.positions for s in floor.sites.values()), default=0),
         "margin": floor.margin,
+        "thresholds": {site: floor.threshold(site) for site in floor.sites},
     }
 
 

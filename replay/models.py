@@ -14,6 +14,7 @@ from rolltape.recorder.digest import GroupDigest, group_digests, weights_digest
 from rolltape.recorder.facts import architecture, dtype_name, model_facts
 from rolltape.recorder.parts import parts_of_transformers
 from rolltape.replay.ranks import ALONE, Ranks, compute_dtype, is_sharded
+from rolltape.replay.versions import as_version, check_version, versions_of
 from rolltape.store import ModelMismatchError, Tape, UsageError
 
 #: What has to agree before any weight is looked at.
@@ -26,7 +27,8 @@ class Match:
 
     Args:
         digests: of the model's weights, before any switch; by group if the tape has groups.
-        version: weight version of the tape with that digest; None if the tape has no digests.
+        version: weight version of the tape with that digest; None if the tape has no digests, or
+            other weights are run on purpose.
         versions: every weight version of that engine.
         warnings: what could not be verified.
     """
@@ -124,7 +126,13 @@ def facts_of(model: nn.Module, name: str) -> dict[str, Any]:
 
 
 def check_model(
-    tape: Tape, model: nn.Module, engines: list[str], name: str, *, ranks: Ranks = ALONE
+    tape: Tape,
+    model: nn.Module,
+    engines: list[str],
+    name: str,
+    *,
+    ranks: Ranks = ALONE,
+    weights: str = "recorded",
 ) -> dict[str, Match]:
     """Prove that a model is the one that the engines of a tape ran.
 
@@ -134,9 +142,12 @@ def check_model(
         engines: of the sequences that are scored.
         name: of the model, for messages.
         ranks: that hold the model together; all of them have to call it.
+        weights: `recorded`: it has to be any version of each engine; a version: that one; a path:
+            other weights are meant.
 
     Raises:
-        ModelMismatchError: naming the field and both values; or ranks that hold other weights.
+        ModelMismatchError: naming the field or tensor group and both values; or ranks that hold
+            other weights.
         UsageError: a sharded model and a tape that has no digest that shards add up to.
     """
     facts = facts_of(model, name)
@@ -152,7 +163,15 @@ def check_model(
         if grouped not in known:
             known[grouped] = _digests(model, grouped, ranks)
         digests = known[grouped]
-        version, versions = _version(tape, engine, digests[-1], name, warnings)
+        wanted = as_version(weights)
+        if wanted is not None:
+            warnings += check_version(tape, engine, wanted, digests, name)
+            version: int | None = wanted
+            versions = versions_of(tape, engine)
+        elif weights == "recorded":
+            version, versions = _version(tape, engine, digests[-1], name, warnings)
+        else:
+            version, versions = None, versions_of(tape, engine)
         out[engine] = Match(digests, version, versions, warnings)
     return out
 

@@ -18,6 +18,7 @@ from rolltape.replay.models import Match, check_model
 from rolltape.replay.ranks import ALONE, Ranks, is_sharded
 from rolltape.replay.sites import select_sites, sites_of
 from rolltape.replay.switches import Switches
+from rolltape.replay.versions import as_version, check_known
 from rolltape.store import Routes, Tape, TapeExistsError, UsageError, new_uuid
 from rolltape.store import Sequence as TapeSequence
 
@@ -142,6 +143,9 @@ def check_request(tape: Tape, out: Path, switches: Switches) -> None:
         raise TapeExistsError(f"{out} is not an empty folder", hint="choose another -o")
     if not len(tape):
         raise UsageError(f"{tape.place} has no sequences")
+    version = as_version(switches.weights)
+    if version is not None:
+        check_known(tape, [version])
     dense = [row["moe_layers"] == [] for row in tape.engines.values()]
     for name, default in (("routing", "live"), ("router", "model")):
         value = getattr(switches, name)
@@ -184,7 +188,8 @@ def prepare(
     config: Any = model.config
     name = name or getattr(config, "_name_or_path", None) or type(model).__name__
     _check_sharded(model, options.switches)
-    matches = check_model(tape, model, engines, name, ranks=ranks)
+    weights = options.switches.weights
+    matches = check_model(tape, model, engines, name, ranks=ranks, weights=weights)
     if options.mode is not None and not find_moe_blocks(model):
         raise UsageError(f"switch routing={options.mode}: {name} has no MoE block")
     chosen = whole[: max(0, options.layers)]

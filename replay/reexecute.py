@@ -14,6 +14,7 @@ from rolltape.recorder.provenance import provenance
 from rolltape.replay.executors.conditions import changed_conditions
 from rolltape.replay.executors.protocol import Changes, NotRunError
 from rolltape.replay.reproduction import reproduction
+from rolltape.replay.versions import parse_checkpoints
 from rolltape.store import Tape, TapeExistsError, UsageError
 from rolltape.store import open as open_tape
 
@@ -32,7 +33,9 @@ def reexecute(
     on: str | None = None,
     switches: Sequence[str] = (),
     model: Any = None,
+    checkpoints: Sequence[str] = (),
     device: str | None = None,
+    foreign_pins: bool = False,
 ) -> dict[str, Any]:
     """Run the recorded calls of a tape again, tokens forced, and compare every bit.
 
@@ -40,14 +43,16 @@ def reexecute(
         tape: the recording.
         out: folder of the new tape, whose parent `tape` is.
         on: the engine that was recorded; by default what the tape says.
-        switches: `batch=recorded|one|N`, `weights=PATH`.
+        switches: `KEY=VALUE`, see `rolltape.replay.switches.ALTERNATIVES`.
         model: path of the model, or a loaded one; by default what the tape names.
+        checkpoints: `VERSION=PATH`, of weight versions of the tape.
         device: torch device; by default of the kind that was recorded.
+        foreign_pins: TensorRT-LLM: take choices of kernels that another device or library made.
 
     Returns:
         JSON-able: what `rolltape.replay.reproduction.reproduction` returns, and mode, on, tape,
-        parent, model, switches, forwards, self_test, conditions (what is not as it was), warnings,
-        seconds.
+        parent, model, checkpoints, switches, forwards, self_test, conditions (what is not as it
+        was), warnings, seconds.
 
     Raises:
         UsageError: a request or switch that tape or engine cannot do.
@@ -56,6 +61,7 @@ def reexecute(
         TapeError: `tape` cannot be read, or `out` is there already.
     """
     changes = Changes.parse(switches)
+    places = parse_checkpoints(checkpoints)
     if on is not None and on not in EXECUTORS:
         raise UsageError(f"--on {on}: no such executor", hint=" | ".join(EXECUTORS))
     if "://" in os.fspath(out):
@@ -66,11 +72,27 @@ def reexecute(
     source = tape if isinstance(tape, Tape) else open_tape(tape)
     start = time.perf_counter()
     on = on or _recorded_by(source)
+    more: dict[str, Any] = {"foreign_pins": True} if foreign_pins else {}
+    if foreign_pins and on != "tensorrt_llm":
+        raise UsageError(f"--foreign-pins: --on {on} pins no choice of a kernel")
     executor = importlib.import_module(EXECUTORS[on])
-    facts = {**provenance(sys.argv), "mode": "re-execute", "switches": changes.as_dict()}
+    facts = {
+        **provenance(sys.argv),
+        "mode": "re-execute",
+        "switches": changes.as_dict(),
+        "checkpoints": {str(version): path for version, path in places.items()},
+        **more,
+    }
     try:
         execution = executor.run(
-            source, root, changes=changes, model=model, device=device, provenance=facts
+            source,
+            root,
+            changes=changes,
+            model=model,
+            checkpoints=places,
+            device=device,
+            provenance=facts,
+            **more,
         )
     except NotRunError as error:
         return _not_run(source, on, changes, str(error))
@@ -79,7 +101,7 @@ def reexecute(
         source,
         done,
         execution=execution,
-        composition=changes.rows is None,
+        composition=not changes.composition,
         changed=changes.any,
     )
     return {
@@ -89,6 +111,7 @@ def reexecute(
         "tape": str(root),
         "parent": str(source.place),
         "model": execution.model,
+        "checkpoints": facts["checkpoints"],
         "switches": changes.as_dict(),
         "forwards": execution.forwards,
         "self_test": dict(execution.self_test),
@@ -120,6 +143,7 @@ def _not_run(source: Tape, on: str, changes: Changes, reason: str) -> dict[str, 
         "tape": None,
         "parent": str(source.place),
         "model": None,
+        "checkpoints": {},
         "switches": changes.as_dict(),
         "forwards": 0,
         "self_test": {"neutral": None, "control": None, "reason": "not run"},

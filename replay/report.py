@@ -8,11 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from rolltape.replay.pair import COMPARED, MASKED, MISSING_A, MISSING_B, NON_FINITE, PairResult
+from rolltape.replay.pair import (
+    MASKED,
+    MISSING_A,
+    MISSING_B,
+    NON_FINITE,
+    PairResult,
+    PairTokens,
+)
 from rolltape.replay.site_errors import SpanError
-from rolltape.store import TapeWriter, create_report
+from rolltape.store import TapeWriter, create_report, seal
 from rolltape.store.columns import Masked
 from rolltape.store.errors import TapeExistsError
+
+#: Stretches of a sequence in its `spark`, at most.
+SPARKS = 32
+_MEASURES = ("mean_abs", "max_abs", "p99_abs", "max_at", "k1", "k3", "first_over")
 
 
 def refuse_existing(out: Path) -> None:
@@ -35,18 +46,19 @@ def write_report(
     routing: list[dict[str, Any]],
     activations: Iterable[SpanError],
 ) -> None:
-    """Write the folder.
+    """Write the folder, and seal it: what reads it need not hash whole shards first.
 
     Args:
         out: where.
-        summary: ready for JSON.
+        summary: ready for JSON; written without `by_sequence`.
         results: the pairs.
         by_pair: their measures, in the same order.
         column: the headline column.
         routing: rows of the `routing` table.
         activations: errors of every site and span.
     """
-    create_report(out, summary=summary)
+    # a row a sequence stands in the table; the header has to stay small
+    create_report(out, summary={k: v for k, v in summary.items() if k != "by_sequence"})
     with TapeWriter(out) as writer:
         for result, measures in zip(results, by_pair, strict=True):
             writer.append("sequences", _one(_sequence(result, measures, column)))
@@ -54,7 +66,9 @@ def write_report(
                 writer.append("tokens", _one(_tokens(result, column)))
         if routing:
             writer.append("routing", {name: [r[name] for r in routing] for name in routing[0]})
-        for span in activations:
+        # sequence by sequence, so that a page about one reads few record batches
+        order = {result.a.id: i for i, result in enumerate(results)}
+        for span in sorted(activations, key=lambda s: order.get(s.sequence, len(order))):
             row = {
                 "a": span.sequence,
                 "site": span.site,
@@ -69,6 +83,7 @@ def write_report(
                 "sketched": span.sketched,
             }
             writer.append("activations", _one(row))
+    seal(out)
 
 
 def _one(row: dict[str, Any]) -> dict[str, list[Any]]:
@@ -87,7 +102,7 @@ def _sequence(result: PairResult, measures: dict[str, Any], column: str | None) 
         "finish": a.finish,
         "paired_by": result.pair.by,
         "compared": measures["tokens_compared"],
-        **{k: measures[k] for k in ("mean_abs", "max_abs", "max_at", "k1", "k3", "first_over")},
+        **{name: measures[name] for name in _MEASURES},
     }
     if tokens is not None:
         states = np.bincount(tokens.states(column), minlength=6)
@@ -98,6 +113,7 @@ def _sequence(result: PairResult, measures: dict[str, Any], column: str | None) 
             "non_finite": int(states[NON_FINITE]),
             # of a sequence that several versions made, the per-token answer is in the tape
             "weight_version": int(versions[0]) if len(versions) == 1 else None,
+            "spark": spark(_delta(tokens, column)),
         }
     if routing is not None:
         row |= {
@@ -113,24 +129,44 @@ def _tokens(result: PairResult, column: str | None) -> dict[str, Any]:
     tokens = result.tokens
     assert tokens is not None
     n = tokens.n
-    states = tokens.states(column)
     if column is None:
-        a = b = delta = Masked.empty(n, np.float32)
+        a = b = Masked.empty(n, np.float32)
     else:
         a, b = tokens.scored_a.columns[column], tokens.scored_b.columns[column]
-        compared = states == COMPARED
-        difference = np.zeros(n, np.float32)
-        exact = b.values[compared].astype(np.float64) - a.values[compared]
-        with np.errstate(over="ignore"):
-            difference[compared] = exact.astype(np.float32)
-        delta = Masked(difference, compared)
     empty = Masked.empty(n, np.int32)
     return {
         "a": result.a.id,
         "n": n,
-        "state": states,
+        "state": tokens.states(column),
         "a_logprob": a,
         "b_logprob": b,
-        "delta": delta,
+        "delta": _delta(tokens, column),
         "flips": empty if result.routing is None else result.routing.flips.resized(n),
     }
+
+
+def _delta(tokens: PairTokens, column: str | None) -> Masked:
+    """float32 [n], b - a where it is compared."""
+    if column is None:
+        return Masked.empty(tokens.n, np.float32)
+    compared = tokens.compared(column)
+    a, b = tokens.scored_a.columns[column].values, tokens.scored_b.columns[column].values
+    difference = np.zeros(tokens.n, np.float32)
+    exact = b[compared].astype(np.float64) - a[compared]
+    with np.errstate(over="ignore"):
+        difference[compared] = exact.astype(np.float32)
+    return Masked(difference, compared)
+
+
+def spark(delta: Masked) -> Masked:
+    """Largest |d| of each of at most 32 equal stretches; none where nothing was compared.
+
+    Args:
+        delta: float32 [n].
+    """
+    count = min(SPARKS, len(delta))
+    if not count:
+        return Masked.empty(0, np.float32)
+    starts = np.arange(count) * len(delta) // count
+    peak = np.maximum.reduceat(np.where(delta.valid, np.abs(delta.values), -1), starts)
+    return Masked(peak.astype(np.float32), peak >= 0)

@@ -10,6 +10,7 @@ import numpy as np
 
 from rolltape.replay.identity import Problem
 from rolltape.replay.measures import BUCKET_NAMES, bucket_of, same_bits
+from rolltape.replay.value_floor import RouteFloor
 from rolltape.store.columns import Masked
 from rolltape.store.routes import Routes
 from rolltape.store.sequences import Sequence
@@ -20,6 +21,7 @@ _FIELDS = (
     "decisions",
     "disagree",
     "order_only",
+    "top1_n",
     "top1_disagree",
     "weight_n",
     "weight_finite",
@@ -83,6 +85,7 @@ class RoutingTally:
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], np.ndarray] = defaultdict(lambda: np.zeros(len(_FIELDS)))
         self._flip_max: dict[tuple[str, int], float] = {}
+        self._weight_max = 0.0
         self._roles: tuple[set[str], set[str]] = (set(), set())
         self._margin_sides: set[str] = set()
         self._used = [0, 0]
@@ -106,6 +109,27 @@ class RoutingTally:
             "route_weights": int(total[_AT["weight_n"]] - total[_AT["weight_equal"]]),
             "used_routes": self.used_differ,
         }
+
+    @property
+    def seen(self) -> RouteFloor | None:
+        """What is measured of noise; None if nothing was compared."""
+        total = self._total("all")
+        if not self.decisions:
+            return None
+        weights = int(total[_AT["weight_n"]])
+        return RouteFloor(
+            decisions=self.decisions,
+            disagree=int(total[_AT["disagree"]]),
+            order_only=int(total[_AT["order_only"]]),
+            weights=weights,
+            weight_max=self._weight_max if weights else None,
+        )
+
+    @property
+    def weights_non_finite(self) -> int:
+        """Decisions with the same experts and a weight that is not finite."""
+        total = self._total("all")
+        return int(total[_AT["weight_n"]] - total[_AT["weight_finite"]])
 
     @property
     def used_differ(self) -> int:
@@ -164,6 +188,9 @@ class RoutingTally:
             )
             flips[span] = stack[..., _AT["disagree"]].sum(1)
             any_valid[span] = (valid_a & valid_b).any(1)
+            self._weight_max = max(
+                self._weight_max, float(stack[..., _AT["weight_l1"]].max(initial=0.0))
+            )
             decisions += int(stack[..., _AT["decisions"]].sum())
             disagree += int(flips[span].sum())
             inner = np.arange(span.start, span.stop)[:, None] < max(a.length, b.length) - 1
@@ -280,10 +307,13 @@ class RoutingTally:
         s = np.sum([self._sums[key] for key in keys], axis=0)
         tops = [self._flip_max[key] for key in keys if key in self._flip_max]
         top = max(tops, default=-np.inf)
-        counts = {name: int(s[_AT[name]]) for name in _FIELDS[:4]}
+        counts = {name: int(s[_AT[name]]) for name in ("decisions", "disagree", "order_only")}
+        known = int(s[_AT["top1_n"]])
         return {
             **counts,
             "frac_disagree": counts["disagree"] / counts["decisions"],
+            "top1_compared": known,
+            "top1_disagree": int(s[_AT["top1_disagree"]]) if known else None,
             "weights_compared": int(s[_AT["weight_n"]]),
             "weights_equal": int(s[_AT["weight_equal"]]),
             "weight_l1": _mean(s, "weight_l1", "weight_finite"),
@@ -333,7 +363,9 @@ def _compare(a: _Part, b: _Part, valid: np.ndarray, margin: np.ndarray | None) -
     out[..., _AT["decisions"]] = valid
     out[..., _AT["disagree"]] = disagree
     out[..., _AT["order_only"]] = valid & same_set & ~(a.ids == b.ids).all(-1)
-    out[..., _AT["top1_disagree"]] = valid & (_top1(a) != _top1(b))
+    (first_a, known_a), (first_b, known_b) = _top1(a), _top1(b)
+    out[..., _AT["top1_n"]] = known = valid & known_a & known_b
+    out[..., _AT["top1_disagree"]] = known & (first_a != first_b)
     if a.weights is not None and b.weights is not None:
         wa = np.take_along_axis(a.weights, by_id_a, -1)
         wb = np.take_along_axis(b.weights, by_id_b, -1)
@@ -356,14 +388,18 @@ def _compare(a: _Part, b: _Part, valid: np.ndarray, margin: np.ndarray | None) -
     return out
 
 
-def _top1(part: _Part) -> np.ndarray:
-    """Expert with the largest combine weight; of slot 0 where weights are not recorded."""
-    first: np.ndarray = part.ids[..., 0]
+def _top1(part: _Part) -> tuple[np.ndarray, np.ndarray]:
+    """Expert with the largest combine weight [c, L], and where that is known, bool [c, L].
+
+    Slot 0 does not tell it: engines order their slots by weight, by expert, or not at all.
+    """
+    if part.ids.shape[-1] == 1:
+        return part.ids[..., 0], np.ones(part.ids.shape[:-1], bool)
     if part.weights is None:
-        return first
+        return part.ids[..., 0], np.zeros(part.ids.shape[:-1], bool)
     best = np.argmax(np.nan_to_num(part.weights, nan=-np.inf), -1)[..., None]
     top = np.take_along_axis(part.ids, best, -1)[..., 0]
-    return np.where(np.isfinite(part.weights).all(-1), top, first)
+    return top, part.weighted & np.isfinite(part.weights).all(-1)
 
 
 def _margins(

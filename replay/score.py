@@ -41,6 +41,7 @@ from rolltape.replay.plan import (
 from rolltape.replay.ranks import ALONE, Ranks, current, started
 from rolltape.replay.switches import Switches
 from rolltape.replay.tapes import LayerTap, ScoreWriter, SiteTap, tap_of
+from rolltape.replay.versions import as_version, checkpoint_of, parse_checkpoints
 from rolltape.store import Routes, Supports, Tape, TapeWriter, UsageError, create_tape, seal
 from rolltape.store import Sequence as TapeSequence
 from rolltape.store import open as open_tape
@@ -54,6 +55,7 @@ def replay(
     on: str = "transformers",
     switches: Sequence[str] = (),
     model: str | None = None,
+    checkpoints: Sequence[str] = (),
     device: str | None = None,
     tokens_per_batch: int = 8192,
     layout: str = "padded",
@@ -70,6 +72,7 @@ def replay(
         on: `transformers`, or `package.module:factory`, see `rolltape.replay.factory`.
         switches: `KEY=VALUE`, see `rolltape.replay.switches.CHOICES`.
         model: path of the model; by default as the tape names it. Not with a factory.
+        checkpoints: `VERSION=PATH`, for the switch `weights=VERSION`.
         device: torch device; by default CUDA if there is one.
         tokens_per_batch: tokens of one forward, padding included.
         layout: `padded` or `packed`.
@@ -96,15 +99,14 @@ def replay(
     factory = load_factory(on) if ":" in on else None
     if factory is None and on != "transformers":
         raise UsageError(f"--on {on}: no such executor", hint="transformers | package.module:name")
-    if factory is not None and model is not None:
-        raise UsageError(f"--model {model}: the factory chooses the model", hint="leave it out")
+    path = _path(wanted, checkpoints, model, from_factory=factory is not None)
     source = open_tape(tape)
     check_request(source, _local(out), wanted)  # before a long load
     for row in source.engines.values():
         check_top(top_logprobs, row["vocab_size"] or top_logprobs)
     before, ranks = started(), ALONE
     if factory is None:
-        loaded, name = load_model(source, model=model, device=device)
+        loaded, name = load_model(source, model=path, device=device)
     else:
         loaded, name = build(factory, source, on=on, device=device), None
         ranks = current()
@@ -203,6 +205,22 @@ def score_tape(
         else:
             _score_all(run, batches, cast(TapeWriter, _Nowhere()), top_logprobs)
     return _summary(run, root, tested, time.perf_counter() - start)
+
+
+def _path(
+    switches: Switches, items: Sequence[str], model: str | None, *, from_factory: bool
+) -> str | None:
+    """The checkpoint to load; None is what the tape names, or the factory chooses."""
+    version, checkpoints = as_version(switches.weights), parse_checkpoints(items)
+    path: str | None = checkpoint_of(switches.weights, checkpoints, model)
+    if from_factory and path is not None:
+        raise UsageError(f"model {path}: the factory chooses the model", hint="leave it out")
+    if checkpoints and version is None:
+        raise UsageError(
+            "--checkpoint without --switch weights=VERSION: mode score runs one version",
+            hint="--switch weights=VERSION",
+        )
+    return path
 
 
 def _local(out: str | os.PathLike[str]) -> Path:

@@ -8,6 +8,7 @@ finds a set from which no sequence can be left out; it need not be the only one.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ from rolltape.replay.models import load_model, model_of
 from rolltape.replay.pair import PairTokens, read_pair
 from rolltape.replay.ranks import current
 from rolltape.replay.report import refuse_existing
+from rolltape.replay.schedule import ADAPTER
 from rolltape.replay.score import score_tape
 from rolltape.replay.shrink_calls import shrink_calls
 from rolltape.replay.summary import headline_column
@@ -68,7 +70,8 @@ def shrink(
     Returns:
         JSON-able: verdict (shrunk, identical, not-reproduced, not-run), reason, tape (None unless
         shrunk), parent, column, bound, largest_before, largest, sequence and position (of the
-        largest), sequences and tokens ([before, after]), kept (id -> positions), scorings,
+        largest), model (of the replay, where it is not that of the recording), sequences and tokens
+        ([before, after]), kept (id -> positions), scorings,
         switches, layout, tokens_per_batch, on, seconds.
 
     Raises:
@@ -88,6 +91,7 @@ def shrink(
             f"{side_b.place} is not a replay of {side_a.place}", hint="rolltape replay makes one"
         )
     if side_b.header.get("provenance", {}).get("mode") == "re-execute":
+        _refuse_serving(side_a, side_b)
         if bound is not None:
             raise UsageError("--bound: in a re-execution any other bit counts", hint="leave it out")
         return shrink_calls(side_a, side_b, Path(out), model=model, device=device)
@@ -103,6 +107,7 @@ def shrink(
         "layout": asked["layout"],
         "tokens_per_batch": asked["tokens_per_batch"],
         "on": asked.get("on", "transformers"),
+        "model": None,
     }
 
     def answer(verdict: str, reason: str, **more: Any) -> dict[str, Any]:
@@ -113,6 +118,8 @@ def shrink(
         return answer("not-run", "no logprob of the two can be compared")
     if seen.largest == 0:
         return answer("identical", "no value differs: there is nothing to shrink")
+    if model is None and result["on"] == "transformers":
+        result["model"] = _another_model(side_a, side_b)
     result["bound"] = bound = seen.largest * _PART if bound is None else bound
     if seen.largest < bound:
         return answer("not-run", f"the largest |d| is {seen.largest:.3g}, below the bound")
@@ -151,6 +158,29 @@ def shrink(
         kept={key.id: n for key, n in lengths.items()},
         scorings=trial.count,
     )
+
+
+def _refuse_serving(a: Tape, b: Tape) -> None:
+    """Steps of a serving engine cannot be taken out of their run: only calls of transformers."""
+    rollouts = [row for row in a.engines.values() if row["role"] == "rollout"]
+    adapters = sorted({str(row["adapter"]) for row in rollouts} - {ADAPTER})
+    if adapters:
+        score = ["rolltape", "replay", str(a.place), "-o", f"{a.place}.score"]
+        words = shlex.join([*score, "--on", "transformers", "--mode", "score"])
+        raise UsageError(
+            f"{b.place} re-executes {' and '.join(adapters)}: shrink takes a scoring of any "
+            "recording, and a re-execution of transformers",
+            hint=f"`rolltape diff` names the first difference; to shrink a scoring: {words}",
+        )
+
+
+def _another_model(a: Tape, b: Tape) -> str | None:
+    """The model of `b` if a replay of `a` would not find it by itself."""
+    found = model_of(b)
+    try:
+        return None if model_of(a) == found else found
+    except UsageError:
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

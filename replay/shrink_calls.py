@@ -43,11 +43,14 @@ def shrink_calls(
     """
     start = time.perf_counter()
     asked: Mapping[str, str] = b.header["provenance"]["switches"]
-    if asked["batch"] != "recorded":
-        raise UsageError(
-            f"{b.place} ran with batch={asked['batch']}: no recorded call is run again there",
-            hint="shrink a re-execution of the recorded batches",
-        )
+    for key in ("batch", "chunk", "prefix_cache"):
+        if asked.get(key, "recorded") != "recorded":
+            raise UsageError(
+                f"{b.place} ran with {key}={asked[key]}: no recorded call is run again there",
+                hint="shrink a re-execution of the recorded batches",
+            )
+    places = b.header["provenance"].get("checkpoints") or {}
+    checkpoints = [f"{version}={path}" for version, path in places.items()]
     schedule = read_schedule(a)
     result: dict[str, Any] = {
         "tape": None,
@@ -57,6 +60,7 @@ def shrink_calls(
         "bound": None,
         "largest_before": None,
         "switches": dict(asked),
+        "checkpoints": checkpoints,
         "on": "transformers",
     }
 
@@ -81,7 +85,14 @@ def shrink_calls(
         runs += 1
         with tempfile.TemporaryDirectory(prefix="rolltape-") as folder:
             part = write_excerpt(a, Path(folder, "a"), lengths)
-            found = reexecute(part, Path(folder, "b"), switches=given, model=model, device=device)
+            found = reexecute(
+                part,
+                Path(folder, "b"),
+                switches=given,
+                model=model,
+                checkpoints=checkpoints,
+                device=device,
+            )
         if found["verdict"] in ("not-reproduced", "divergent"):
             break
     else:

@@ -11,6 +11,7 @@ import click
 
 from rolltape.replay.switches import CHOICES
 from rolltape.store.errors import UsageError
+from rolltape.store.places import unused
 
 _TORCH_STACK = ("safetensors", "torch", "transformers")
 
@@ -31,7 +32,8 @@ def shrink(
 
     TAPE2 is what `rolltape replay` made of TAPE. Parts of TAPE are replayed again with the same
     model, switches and layout; the smallest that still differs is written as TAPE3. Of a
-    re-execution that is one call, cut behind the step of the first difference.
+    re-execution that is one call, cut behind the step of the first difference; it has to be one on
+    transformers, a scoring may be of any recording.
 
     Exit status: 0 TAPE3 was written, 2 bad input, 3 nothing differs, or not again.
     """
@@ -50,14 +52,18 @@ def shrink(
 
         click.echo(json.dumps(jsonable(found), allow_nan=False, indent=1))
     else:
-        _print(found)
+        _print(found, device)
     return EXIT_STATUS[found["verdict"]]
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(found: dict[str, Any], device: str | None) -> None:
     click.echo(f"{found['verdict']}: {found['reason']}")
     if found["tape"] is None:
         return
+    tape = Path(found["tape"])
+    command = ["rolltape", "replay", str(tape)]
+    command += ["-o", str(unused(tape.with_name(tape.name + ".replay")))]
+    command += ["--device", device] if device is not None else []
     (sequences, kept), (tokens, left) = found["sequences"], found["tokens"]
     click.echo(
         f"{found['tape']}: {kept} of {sequences:,} sequences, {left:,} of {tokens:,} tokens, after "
@@ -69,21 +75,24 @@ def _print(found: dict[str, Any]) -> None:
             f"first difference: {first['what']} of {first['sequence']}, step {first['step']}, "
             f"position {first['position']}"
         )
-        command = ["rolltape replay", shlex.quote(found["tape"]), "-o TAPE4 --mode re-execute"]
+        command += ["--mode", "re-execute"]
         if found["switches"]["weights"] != "recorded":
-            command.append(shlex.join(["--switch", f"weights={found['switches']['weights']}"]))
-        click.echo(f"next: {' '.join(command)}")
+            command += ["--switch", f"weights={found['switches']['weights']}"]
+        for checkpoint in found["checkpoints"]:
+            command += ["--checkpoint", checkpoint]
+        click.echo(f"next: {shlex.join(command)}")
         return
     click.echo(
         f"largest |d| of {found['column']}: {found['largest']:.4g} at {found['sequence']}, "
         f"position {found['position']}; {found['largest_before']:.4g} in the whole tape"
     )
-    command = ["rolltape replay", shlex.quote(found["tape"]), "-o", "TAPE4", "--on", found["on"]]
+    command += ["--on", found["on"]]
+    command += ["--model", found["model"]] if found["model"] else []
     for key, value in found["switches"].items():
         if value != CHOICES[key][0]:
-            command.append(f"--switch {key}={value}")
+            command += ["--switch", f"{key}={value}"]
     if found["layout"] != "padded":
-        command.append(f"--layout {found['layout']}")
+        command += ["--layout", found["layout"]]
     if found["tokens_per_batch"] != 8192:
-        command.append(f"--tokens-per-batch {found['tokens_per_batch']}")
-    click.echo(f"next: {' '.join(command)}")
+        command += ["--tokens-per-batch", str(found["tokens_per_batch"])]
+    click.echo(f"next: {shlex.join(command)}")

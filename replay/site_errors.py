@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from rolltape.replay.measures import same_bits, ulp_distance
 from rolltape.store.columns import Masked
-
-_NUMBER = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True)
@@ -44,25 +40,6 @@ class SpanError:
     ulp: np.ndarray
     non_finite: np.ndarray
     sketched: bool = False
-
-
-#: Order in which the sites of a layer run.
-_IN_LAYER = (
-    *("attn_norm", "q", "k", "v", "kv", "q_rot", "k_rot", "heads", "attn"),
-    *("mlp_norm", "router", "experts", "mlp", "out"),
-)
-
-
-def site_order(site: str) -> tuple[Any, ...]:
-    """Sort key in the order in which sites run: layer by layer, `norm` and `logits` last.
-
-    Sites of a layer that are not known come behind those that are, by name.
-    """
-    rank = {"embed": 0, "norm": 2, "logits": 3}.get(site, 1)
-    _, _, last = site.rpartition(".")
-    known = _IN_LAYER.index(last) if last in _IN_LAYER else len(_IN_LAYER)
-    numbers = [int(p) for p in _NUMBER.findall(site)]
-    return (rank, numbers, known, site)
 
 
 def common_stretches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,17 @@ import numpy as np
 from rolltape.replay.identity import Problem
 from rolltape.replay.measures import Deltas, histogram, measure, non_finite_reason, same_bits
 from rolltape.replay.pair import PairResult, PairTokens
+from rolltape.replay.value_floor import ColumnSeen
 from rolltape.store.columns import Masked
 from rolltape.store.schema import TOKEN_STATES
 from rolltape.store.sequences import LOGPROBS, Sequence, Tape
 
+#: Kinds of differences in a sentence, where that is not their name.
+_WORDS = {
+    "route_order": "slot orders of the same experts",
+    "route_weights": "sets of combine weights",
+    "used_routes": "used routes",
+}
 _SHOWN = 20  # places, spans and differences that a summary lists
 _KINDS = (np.float64, np.bool_, np.int64, np.int64, np.int64, np.int64, np.bool_)
 
@@ -62,6 +70,22 @@ def answer_of(results: list[PairResult], column: str | None) -> Answer:
     out["non_finite_detail"] = _non_finite(results, column)
     out["histogram"] = histogram(found.delta, found.bitwise)
     return Answer(found, out)
+
+
+def seen_of(answer: Answer, unequal: int) -> ColumnSeen:
+    """What is measured of noise in a column.
+
+    Args:
+        answer: of the column.
+        unequal: its values with other bits, non-finite ones included.
+    """
+    finite = int((~answer.deltas.bitwise).sum())
+    return ColumnSeen(
+        max=answer.plain["max_abs"] or 0.0,
+        tokens=len(answer.deltas),
+        unequal=unequal,
+        non_finite=unequal - finite,
+    )
 
 
 def _flat(results: list[PairResult], column: str | None) -> Deltas:
@@ -163,6 +187,8 @@ def judge(
     *,
     blocking: int,
     layers_missing: bool,
+    above: list[str] | None = None,
+    columns: Mapping[str, int] | None = None,
 ) -> tuple[str, str]:
     """The verdict and why.
 
@@ -171,18 +197,34 @@ def judge(
         differences: values that are not bitwise equal, by kind.
         blocking: identity problems.
         layers_missing: activations were asked for and there was nothing to compare.
+        above: what is more than the measured noise; None if none was measured.
+        columns: logprobs that are not bitwise equal, by column.
     """
-    seen = ", ".join(f"{n:,} {what.replace('_', ' ')}" for what, n in differences.items() if n)
-    if seen:
+    words = {**_WORDS, "logprobs": _logprobs(columns or {})}
+    seen = ", ".join(f"{n:,} {words.get(what, what)}" for what, n in differences.items() if n)
+    if seen and above is None:
         return "divergent", f"different bits in {seen}"
+    if seen and above:
+        return "divergent", f"different bits in {seen}; above the noise floor: {'; '.join(above)}"
     if not sum(n for what, n in compared.items() if what != "sequences"):
         return "not-run", "nothing could be compared"
     if blocking:
         text = "an identity problem remains" if blocking == 1 else f"{blocking} identity problems"
-        return "inconclusive", f"all that was compared is equal, but: {text}"
+        what = "within the noise" if seen else "equal"
+        return "inconclusive", f"all that was compared is {what}, but: {text}"
     if layers_missing:
         return "inconclusive", "layers were asked for and could not be compared"
+    if seen:
+        return "within-noise", f"different bits in {seen}, none above the noise floor"
     return "identical", "every value compared is bitwise equal"
+
+
+def _logprobs(columns: Mapping[str, int]) -> str:
+    """Which columns differ: `processed logprobs`, or with their counts where those are unlike."""
+    counts = {name: n for name, n in columns.items() if n}
+    if len(set(counts.values())) > 1:
+        return f"logprobs ({', '.join(f'{n:,} {name}' for name, n in counts.items())})"
+    return f"{' and '.join(counts)} logprobs".lstrip()
 
 
 def meanings(pairs: list[PairTokens], column: str | None) -> dict[str, Any]:

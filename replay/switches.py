@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from rolltape.store.errors import UsageError
 
-#: Every switch and its values; the first value is the default.
+#: Every switch of mode score and its values; the first value is the default.
 CHOICES: dict[str, tuple[str, ...]] = {
     "routing": ("live", "ids", "ids+weights"),
     "support": ("full", "recorded"),
@@ -16,6 +16,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "lm_head": ("model", "float32"),
     "router": ("model", "float32"),
     "attention": ("model", "eager", "sdpa", "flash_attention_2"),
+    "weights": ("recorded",),
+}
+#: What a switch takes beside those.
+FREE = {"weights": "VERSION|PATH"}
+#: Every switch of mode re-execute and its values; the first value is the default.
+ALTERNATIVES = {
+    "batch": "recorded|one|N",
+    "weights": "recorded|VERSION|PATH",
+    "chunk": "recorded|N",
+    "prefix_cache": "recorded|off",
 }
 
 
@@ -32,6 +42,7 @@ class Switches:
         lm_head: float32 runs the head in float32 on the final hidden state.
         router: float32 runs the routers in float32.
         attention: attention implementation; `model` is the model's own.
+        weights: any version that the tape recorded; that version; or another checkpoint.
 
     Raises:
         UsageError: a value that the switch does not have.
@@ -44,10 +55,11 @@ class Switches:
     lm_head: str = "model"
     router: str = "model"
     attention: str = "model"
+    weights: str = "recorded"
 
     def __post_init__(self) -> None:
         for key, value in self.as_dict().items():
-            if value not in CHOICES[key]:
+            if value not in CHOICES[key] and (key not in FREE or not value):
                 raise UsageError(f"switch {key}={value}: no such value", hint=_values(key))
 
     @classmethod
@@ -74,8 +86,13 @@ class Switches:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
+def listed(key: str) -> str:
+    """The values of a switch, for people."""
+    return "|".join((*CHOICES[key], *([FREE[key]] if key in FREE else [])))
+
+
 def _values(key: str) -> str:
-    return f"{key}={'|'.join(CHOICES[key])}"
+    return f"{key}={listed(key)}"
 
 
 def _everything() -> str:

@@ -137,6 +137,8 @@ def attached(model: nn.Module, places: Mapping[str, Place], look: Look) -> Itera
 
 
 def _on_output(site: str, place: Place, look: Look, _module: Any, _args: Any, output: Any) -> Any:
+    if output is None:  # a rank that gathers no logits
+        return None
     if not isinstance(output, tuple):
         new = look(site, place.rows(output))
         return None if new is None else place.restored(output, new)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 
 import click
 
 from rolltape.store.cli import storage_option
 from rolltape.store.compact import ENCODINGS, compact
-from rolltape.store.fsck import fsck
+from rolltape.store.fsck import Checked, fsck
 from rolltape.store.jsonable import jsonable
 
 
@@ -28,31 +29,37 @@ def fsck_command(
 ) -> int:
     """Check TAPE: every shard against its hash, every batch, every sequence.
 
-    Exit status: 0 if nothing is wrong (any more), 1 if something is, 2 if it is not a tape.
+    Exit status: 0 if nothing is damaged (any more), 1 if something is, 2 if it is not a tape.
     """
     checked = fsck(tape, repair=repair, storage_options=dict(storage_option))
     if as_json:
         facts = {**dataclasses.asdict(checked), "clean": checked.clean}
         click.echo(json.dumps(jsonable(facts), indent=1, allow_nan=False))
-        return 0 if checked.clean else 1
+        return 0 if checked.sound else 1
     for finding in checked.findings:
         done = f" -- {finding.repair}" if finding.repaired else ""
         click.echo(f"{finding.code:<9} {finding.where}: {finding.text}{done}")
+    for problem in checked.problems:
+        click.echo(f"PROBLEM   {problem}")
     for note in checked.notes:
         click.echo(f"note      {note}")
     for name in checked.live:
         click.echo(f"live      {name}: a process is writing it")
     click.echo(
         f"{checked.shards} shards, {checked.bytes:,} bytes, {checked.sequences:,} sequences: "
-        + ("clean" if not checked.findings else _count(checked.findings))
+        + _verdict(checked)
     )
     if any(f.repair and not f.repaired for f in checked.findings):
-        click.echo(f"next: rolltape fsck --repair {tape}")
-    return 0 if checked.clean else 1
+        click.echo(f"next: rolltape fsck --repair {shlex.quote(tape)}")
+    return 0 if checked.sound else 1
 
 
-def _count(findings: tuple[object, ...]) -> str:
-    return f"{len(findings)} finding" + ("s" if len(findings) > 1 else "")
+def _verdict(checked: Checked) -> str:
+    counts = ((len(checked.findings), "finding"), (len(checked.problems), "problem"))
+    found = ", ".join(f"{n} {word}{'s' if n > 1 else ''}" for n, word in counts if n)
+    if not checked.findings:
+        return f"no damage, {found}" if found else "clean"
+    return f"{found}, all repaired" if checked.sound else found
 
 
 @click.command("compact", short_help="A compact copy of a sealed tape.")

@@ -14,8 +14,11 @@ import pyarrow as pa
 
 from rolltape.store.columns import Masked
 from rolltape.store.errors import SchemaError
-from rolltape.store.index import grouped
+from rolltape.store.index import grouped, rows_of_key
 from rolltape.store.keys import Key
+
+#: So many sequences of a batch are looked for one by one; then all of its rows are sorted.
+_FEW = 8
 
 #: Gives the cell of a row.
 Cell = Callable[[int], Any]
@@ -32,6 +35,7 @@ class Cells:
     def __init__(self, batch: pa.RecordBatch) -> None:
         self.batch = batch
         self._columns: dict[str, Cell] = {}
+        self._asked = 0
 
     @property
     def nbytes(self) -> int:
@@ -42,6 +46,14 @@ class Cells:
     def rows(self) -> dict[Key, np.ndarray]:
         """Row numbers of each sequence."""
         return dict(grouped(self.batch))
+
+    def rows_of(self, key: Key) -> np.ndarray | None:
+        """Row numbers of one sequence; None if it has none here."""
+        if "rows" not in self.__dict__ and self._asked < _FEW:
+            self._asked += 1
+            found = rows_of_key(self.batch, key)
+            return found if len(found) else None
+        return self.rows.get(key)
 
     def column(self, name: str) -> Cell:
         """The cells of a column.

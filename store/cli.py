@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,12 +15,37 @@ from rolltape.store.describe import describe_report, describe_tape, position_row
 from rolltape.store.errors import UsageError
 from rolltape.store.jsonable import jsonable
 from rolltape.store.places import place_of
-from rolltape.store.sequences import Sequence, Tape, open_tape
+from rolltape.store.sequences import open_tape
+from rolltape.store.show_text import (
+    WIDTH,
+    list_lines,
+    position_lines,
+    ranges,
+    sequence_row,
+    wrapped,
+)
 from rolltape.store.tape import kind_of, open_report
 
 _SPAN = re.compile(r"(\d*):(\d*)")
-_WIDTH = 80
+_MOST_LINES = 4
 _SEAL_ELSEWHERE = ("argv", "host", "started")  # said of the recording already, or of no use here
+#: Why there is no route, where the word does not say it.
+_MISSING = {"last": "of last tokens (no forward)"}
+#: What a row of a table is.
+_UNITS = {
+    "engines": ("process", "processes"),
+    "sequences": ("start or end", "starts and ends"),
+    **dict.fromkeys(
+        ("tokens", "routes", "supports", "distributions", "activations"),
+        ("fragment", "fragments"),
+    ),
+    "forwards": ("row of a batch", "rows of batches"),
+    "steps": ("step", "steps"),
+    "tactics": ("kernel choice", "kernel choices"),
+    "weights": ("group of tensors", "groups of tensors"),
+    "events": ("event", "events"),
+    "annotations": ("fact", "facts"),
+}
 
 
 #: For commands whose TAPE may be a URL.
@@ -91,11 +117,11 @@ def show(
         for option, value in (("--tokens", tokens), ("--routes", routes)):
             if value is not None:
                 raise UsageError(f"{option} needs a sequence", hint=f"rolltape show {tape} SEQ")
-        rows = [_sequence_row(s) for s in opened]
+        rows = [sequence_row(s) for s in opened]
         if as_json:
             _print_json({"path": str(tape), "uuid": opened.uuid, "sequences": rows})
         else:
-            for line in _list_lines(opened, rows):
+            for line in list_lines(opened, rows):
                 click.echo(line)
         return 0
     found = opened.sequence(sequence)
@@ -103,7 +129,7 @@ def show(
     columns = position_rows(found, start, stop)
     if as_json:
         whole = {
-            **_sequence_row(found),
+            **sequence_row(found),
             "sampling": found.info["sampling"],
             "semantics": found.semantics,
             "annotations": found.annotations,
@@ -111,7 +137,7 @@ def show(
         }
         _print_json(whole, indent=None)  # one number a line would be no help
     else:
-        for line in _position_lines(found, columns, routes or "fit"):
+        for line in position_lines(found, columns, routes or "fit"):
             click.echo(line)
     return 0
 
@@ -143,7 +169,7 @@ def _tape_lines(facts: dict[str, Any]) -> Iterator[str]:
         yield f"replays     {facts['parent']}"
     argv = facts["provenance"].get("argv")
     if argv:
-        yield f"command     {_cut(' '.join(map(str, argv)), _WIDTH - 12)}"
+        yield from _labelled("command", shlex.join(map(str, argv)))
     for engine in facts["engines"]:
         yield from _engine_lines(engine)
         yield from _process_lines(engine, facts["processes"])
@@ -157,34 +183,16 @@ def _tape_lines(facts: dict[str, Any]) -> Iterator[str]:
         f"{tokens['loss']:,} in the loss; longest sequence {counts['longest']:,}"
     )
     yield from _coverage_lines(facts["coverage"])
-    before: dict[tuple[str, str], str | None] = {}
-    groups: dict[tuple[str, int], list[bool]] = {}
-    for row in facts["weights"]:  # by engine and version
-        if row["group"] and row["state"] == "complete":
-            place = row["engine"], row["group"]
-            known = groups.setdefault((row["engine"], row["version"]), [])
-            known.append(before.get(place) != row["digest"])
-            before[place] = row["digest"]
-    for row in facts["weights"]:
-        if row["group"]:
-            continue
-        moves = groups.get((row["engine"], row["version"]), [])
-        moved = f", {sum(moves)} of {len(moves)} groups moved" if moves and row["version"] else ""
-        yield (
-            f"weights     version {row['version']} of {row['engine'][:8]}: "
-            f"{row['digest'] or 'no digest'}, {row['state']}{moved}"
-            + (f", {row['label']}" if row["label"] else "")
-            + (f" ({row['reason']})" if row["reason"] else "")
-        )
+    yield from _weight_lines(facts["weights"])
     yield from _late_lines(facts)
     events = facts["events"]
     if events["by_kind"]:
         yield "events      " + ", ".join(f"{n:,} {k}" for k, n in events["by_kind"].items())
     for finding in events["findings"]:
         text = f"{finding.get('message')}: {finding.get('remedy')}"
-        yield f"  {finding.get('code')}: {_cut(text, _WIDTH - 16)}"
+        yield from _lines(f"  {finding.get('code')}: ", text)
     for fault in events["faults"]:
-        yield f"  {fault['kind']}: {_cut(json.dumps(fault['detail']), _WIDTH - 16)}"
+        yield from _lines(f"  {fault['kind']}: ", _fault(fault))
     yield from _table_lines(facts)
     seal = facts["seal"]
     if seal is None:
@@ -204,6 +212,65 @@ def _tape_lines(facts: dict[str, Any]) -> Iterator[str]:
         yield f"PROBLEM     {problem}"
 
 
+def _weight_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """A line a version: its digest or why there is none, and whether it is in place."""
+    before: dict[tuple[str, str], str | None] = {}
+    groups: dict[tuple[str, int], list[bool]] = {}
+    for row in rows:  # by engine and version
+        if row["group"] and row["state"] == "complete":
+            place = row["engine"], row["group"]
+            known = groups.setdefault((row["engine"], row["version"]), [])
+            known.append(before.get(place) != row["digest"])
+            before[place] = row["digest"]
+    for row in rows:
+        if row["group"]:
+            continue
+        parts = []
+        if row["state"] != "complete":
+            parts.append("an update began that is not known to have ended")
+        elif row["digest"]:
+            parts.append(f"in place, digest {row['digest']}")
+        else:
+            parts.append("in place, without a digest: nothing tells them from other weights")
+        if row["reason"]:
+            parts[-1] += f" ({row['reason']})"
+        moves = groups.get((row["engine"], row["version"]), [])
+        if moves and row["version"]:
+            parts.append(f"{sum(moves)} of {len(moves)} groups moved")
+        parts += [str(row["label"])] if row["label"] else []
+        text = f"version {row['version']} of {row['engine'][:8]}: {', '.join(parts)}"
+        yield from _labelled("weights", text)
+
+
+def _fault(fault: dict[str, Any]) -> str:
+    """A gap or an error in one line; where it was raised stands in the JSON."""
+    detail = fault["detail"]
+    if not isinstance(detail, dict):
+        return str(detail)
+    parts = [str(detail["reason"])] if "reason" in detail else []
+    if "error" in detail:
+        parts.append(f"{detail.get('hook', 'hook')}: {detail['error']}")
+    where = {k: v for k, v in fault.items() if k in ("request", "start", "n")}
+    rest = {k: v for k, v in detail.items() if k not in ("reason", "error", "hook", "trace")}
+    parts += [f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in where.items()]
+    parts += [f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in rest.items() if v]
+    return ", ".join(parts)
+
+
+def _labelled(label: str, text: str) -> Iterator[str]:
+    """A labelled text, wrapped at spaces."""
+    return _lines(f"{label:<12}", text)
+
+
+def _lines(start: str, text: str) -> Iterator[str]:
+    """A text behind `start`, wrapped at spaces; what has no room in `_MOST_LINES` is cut."""
+    lines = wrapped(" ".join(text.split()), WIDTH - 12, separator=" ")
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[: _MOST_LINES - 1], f"{lines[_MOST_LINES - 1]} ... (--json has all)"]
+    for i, line in enumerate(lines or [""]):
+        yield (start if i == 0 else " " * 12) + line
+
+
 def _engine_lines(engine: dict[str, Any]) -> Iterator[str]:
     facts = [engine.get(k) for k in ("adapter", "model_type", "dtype", "device")]
     known = ", ".join(str(fact) for fact in facts if fact)
@@ -214,14 +281,14 @@ def _engine_lines(engine: dict[str, Any]) -> Iterator[str]:
     if moe:
         yield (
             f"  experts   {engine.get('experts_per_token')} of {engine.get('num_experts')} "
-            f"in {len(moe)} layers ({_ranges(moe)})"
+            f"in {len(moe)} layers ({ranges(moe)})"
         )
     elif moe == []:
         yield "  experts   none: a dense model"
     for name in ("effective", "requested"):
         settings = engine.get(name) or {}
         text = ", ".join(f"{k}={v}" for k, v in settings.items())
-        for i, line in enumerate(_wrap(text, _WIDTH - 12)):
+        for i, line in enumerate(wrapped(text, WIDTH - 12)):
             yield f"  {name if i == 0 else '':<9} {line}"
 
 
@@ -233,19 +300,24 @@ def _process_lines(engine: dict[str, Any], processes: list[dict[str, Any]]) -> I
         yield f"  processes {len(mine)}: {text}"
     for name, said in engine.get("disagreements", {}).items():
         values = ", ".join(f"{who}: {value}" for who, value in said.items())
-        for i, line in enumerate(_wrap(f"{name}: {values}", _WIDTH - 12)):
+        for i, line in enumerate(wrapped(f"{name}: {values}", WIDTH - 12)):
             yield f"  {'DISAGREE' if i == 0 else '':<9} {line}"
 
 
 def _late_lines(facts: dict[str, Any]) -> Iterator[str]:
     tactics = facts["tactics"]
     for tuner, counts in tactics["by_tuner"].items():
-        text = ", ".join(f"{n:,} {source}" for source, n in counts.items())
-        yield f"tactics     {tuner}: {text}"
+        text = ", ".join(f"{n:,} {how}" for how, n in counts.items() if how != "unrecorded")
+        if text:
+            yield f"tactics     kernels that {tuner} chose: {text}"
+    hidden = [f"{row['op']} ({row['tuner']})" for row in tactics["unrecorded"]]
+    if hidden:
+        text = f"cannot be observed: {'; '.join(hidden)}; why: --json"
+        yield from _labelled("tactics", text)
     notes = facts["annotations"]
     if notes["by_name"]:
         text = ", ".join(f"{n:,} {name}" for name, n in notes["by_name"].items())
-        yield f"annotations {_cut(text, _WIDTH - 12)}"
+        yield from _labelled("annotations", text)
     for reason in ("unmatched", "ambiguous"):
         if notes[reason]:
             found = next(u for u in notes["unresolved"] if u["reason"] == reason)
@@ -269,7 +341,7 @@ def _coverage_lines(coverage: dict[str, Any]) -> Iterator[str]:
         yield "routes      none"
     for role, row in roles.items():
         shares = [layer["share"] for layer in row["layers"].values()]
-        numbers = _ranges([int(layer) for layer in row["layers"]])
+        numbers = ranges([int(layer) for layer in row["layers"]])
         low, high = _percent(min(shares)), _percent(max(shares))
         share = low if low == high else f"{low} to {high}"
         yield f"routes      {role}: {share} of positions in layers {numbers}"
@@ -279,7 +351,7 @@ def _coverage_lines(coverage: dict[str, Any]) -> Iterator[str]:
     missing = coverage["routes"].get("missing", {})
     if missing:
         yield "            missing: " + ", ".join(
-            f"{n:,} {reason}" for reason, n in missing.items()
+            f"{n:,} {_MISSING.get(reason, reason)}" for reason, n in missing.items()
         )
     supports = coverage["supports"]
     if supports:
@@ -300,11 +372,16 @@ def _coverage_lines(coverage: dict[str, Any]) -> Iterator[str]:
 
 
 def _table_lines(facts: dict[str, Any]) -> Iterator[str]:
+    units = _UNITS if facts["kind"] == "tape" else {}
     yield f"tables      {_bytes(facts['bytes'])} on disk"
     for name, row in sorted(facts["tables"].items(), key=lambda item: -item[1]["bytes"]):
-        live = f", {row['live']} live" if row["live"] else ""
-        rows = "" if row["rows"] is None else f"{row['rows']:,} rows"
-        yield (f"  {name:<13}{rows:>16} {_bytes(row['bytes']):>10}  {row['shards']} shards{live}")
+        live = f", {row['live']} still written" if row["live"] else ""
+        shards = f"{row['shards']} shard{'' if row['shards'] == 1 else 's'}"
+        rows = "index"
+        if row["rows"] is not None:
+            one, many = units.get(name, ("row", "rows"))
+            rows = f"{row['rows']:,} {one if row['rows'] == 1 else many}"
+        yield f"  {name:<13} {rows:<24}{_bytes(row['bytes']):>10}  {shards}{live}"
 
 
 def _report_lines(facts: dict[str, Any]) -> Iterator[str]:
@@ -337,165 +414,6 @@ def _report_lines(facts: dict[str, Any]) -> Iterator[str]:
     yield from _table_lines(facts)
     for text in facts["problems"]:
         yield f"PROBLEM     {text}"
-
-
-# -- show ---------------------------------------------------------------------------------
-
-
-def _sequence_row(sequence: Sequence) -> dict[str, Any]:
-    versions = sequence.weight_version
-    found = sorted({int(v) for v in versions.values[versions.valid]})
-    return {
-        "id": sequence.id,
-        "key": sequence.key.text,
-        "group": sequence.info["group"],
-        "external": sequence.info["external"],
-        "prompt_len": sequence.prompt_len,
-        "length": sequence.length,
-        "finish": sequence.finish,
-        "origin": sequence.info["origin"],
-        "weight_versions": found,
-    }
-
-
-def _list_lines(tape: Tape, rows: list[dict[str, Any]]) -> Iterator[str]:
-    width = max([len(r["id"]) for r in rows] + [8])
-    yield f"{'sequence':<{width}} {'finish':<7} {'prompt':>7} {'response':>8} {'version':>8}  group"
-    for row in rows:
-        yield (
-            f"{row['id']:<{width}} {row['finish']:<7} {row['prompt_len']:>7,} "
-            f"{max(0, row['length'] - row['prompt_len']):>8,} "
-            f"{_ranges(row['weight_versions']) or '-':>8}  {row['group'] or '-'}"
-        )
-    yield f"{len(rows):,} sequences in {tape.place}"
-
-
-def _position_lines(sequence: Sequence, columns: dict[str, Any], routes: str) -> Iterator[str]:
-    row = _sequence_row(sequence)
-    yield (
-        f"{row['id']}: {row['prompt_len']:,} prompt + "
-        f"{max(0, row['length'] - row['prompt_len']):,} response tokens, {row['finish']}"
-    )
-    if row["external"]:
-        yield f"request {row['external']}"
-    yield f"group {row['group'] or '-'}, weight version {_ranges(row['weight_versions']) or '-'}"
-    if row["origin"]:
-        yield f"replays {row['origin']}"
-    spans = _merged(sequence.semantics)
-    for start, end, text in spans[:4]:
-        yield f"logprobs {start}:{end}: {text}"
-    if len(spans) > 4:
-        yield f"logprobs: {len(spans) - 4} more spans, see --json"
-    names = [n for n in ("processed", "scaled", "raw") if n in columns]
-    head = f"{'pos':>6} {'token':>7} m"
-    head += "".join(f" {name:>10}" for name in names)
-    yield head + (f" {'kept':>6}" if "support" in columns else "") + f" {'step':>6} {'ver':>3}"
-    lines = _RouteLines(columns["routes"], routes)
-    for i, position in enumerate(columns["position"]):
-        line = f"{position:>6} {_cell(columns['token'], i):>7} {_mark(columns['loss_mask'], i)}"
-        line += "".join(f" {_float(columns[name], i):>10}" for name in names)
-        if "support" in columns:
-            kept = columns["support"][i]
-            line += f" {'-' if kept is None else kept:>6}"
-        yield f"{line} {_cell(columns['step'], i):>6} {_cell(columns['weight_version'], i):>3}"
-        yield from lines.at(i)
-
-
-class _RouteLines:
-    """The experts of a position as indented lines."""
-
-    def __init__(self, routes: dict[str, Any], wanted: str) -> None:
-        self._routes = routes if wanted != "none" else {}
-        self._fit = wanted == "fit"
-        self._layers: set[int] | None = None
-        if wanted not in ("fit", "all", "none"):
-            try:
-                self._layers = {int(layer) for layer in wanted.split(",")}
-            except ValueError:
-                raise UsageError(
-                    f"--routes {wanted}: no such layers", hint="3,7 or all or none"
-                ) from None
-
-    def at(self, index: int) -> Iterator[str]:
-        """Lines of the position with an index."""
-        for role, found in self._routes.items():
-            parts = [
-                f"{layer}:{','.join(map(str, ids))}" if ids is not None else f"{layer}:-"
-                for layer, ids in zip(found["layers"], found["ids"][index], strict=True)
-                if self._layers is None or layer in self._layers
-            ]
-            if all(part.endswith(":-") for part in parts):
-                continue
-            label = "       " if role == "used" else "  live "
-            lines = _wrap("  ".join(parts), _WIDTH - len(label), separator="  ")
-            if self._fit and len(lines) > 1:
-                shown = _wrap("  ".join(parts), _WIDTH - len(label) - 14, separator="  ")[0]
-                rest = len(parts) - len(shown.split("  "))
-                lines = [f"{shown}  +{rest} layers"]
-            for line in lines:
-                yield label + line
-
-
-def _merged(semantics: list[tuple[int, int, dict[str, Any]]]) -> list[tuple[int, int, str]]:
-    """(start, end, text) with neighbours that mean the same in one."""
-    out: list[tuple[int, int, str]] = []
-    for start, n, meaning in semantics:
-        text = _meaning(meaning)
-        if out and out[-1][1] == start and out[-1][2] == text:
-            out[-1] = out[-1][0], start + n, text
-        else:
-            out.append((start, start + n, text))
-    return out
-
-
-def _meaning(meaning: dict[str, Any]) -> str:
-    temperature = meaning["temperature"]
-    parts = [f"T={'unknown' if temperature is None else format(temperature, 'g')}"]
-    for name in ("edits", "truncation"):
-        parts += [f"{name} unknown"] if meaning[name] is None else meaning[name]
-    parts += [f"{meaning['vocab_size']} logits"] if meaning["vocab_size"] else []
-    parts += [str(meaning[name]) for name in ("dtype", "source") if meaning[name]]
-    return ", ".join(parts)
-
-
-def _cell(column: Any, i: int) -> str:
-    return str(column.values[i]) if column.valid[i] else "-"
-
-
-def _mark(column: Any, i: int) -> str:
-    return ("x" if column.values[i] else ".") if column.valid[i] else "-"
-
-
-def _float(column: Any, i: int) -> str:
-    if not column.valid[i]:
-        return "-"
-    value = jsonable(column.values[i])
-    return value if isinstance(value, str) else f"{value:.6f}"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """1,2,3,7 as 1-3,7."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
-
-
-def _wrap(text: str, width: int, *, separator: str = ", ") -> list[str]:
-    lines: list[str] = []
-    for part in text.split(separator) if text else []:
-        if lines and len(lines[-1]) + len(separator) + len(part) <= width:
-            lines[-1] += separator + part
-        else:
-            lines.append(part)
-    return lines
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def _number(value: Any) -> str:

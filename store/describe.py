@@ -16,6 +16,7 @@ from rolltape.store.columns import Masked
 from rolltape.store.index import KEY_COLUMNS
 from rolltape.store.keys import Key
 from rolltape.store.notices import annotation_counts, surplus, tactic_counts
+from rolltape.store.places import LocalPlace, Place
 from rolltape.store.routes import read_missing
 from rolltape.store.schema import (
     DERIVED_TABLES,
@@ -26,7 +27,7 @@ from rolltape.store.schema import (
     TAPE_TABLES,
 )
 from rolltape.store.sequences import LOGPROBS, Sequence, Tape
-from rolltape.store.shards import LIVE, shard_names
+from rolltape.store.shards import LIVE, is_locked, shard_names
 from rolltape.store.tape import Folder, Report, seal_problems
 
 _SUPPORT_NAMES = {
@@ -61,7 +62,9 @@ def describe_tape(tape: Tape) -> dict[str, Any]:
     }
     tables = describe_tables(tape, TAPE_TABLES)
     broken = seal_problems(tape.place, tape.seal)
-    harmless = [p for p in tape.problems if "were ignored" in p or ORPHANS in p]
+    problems = [p for p in tape.problems if ORPHANS not in p]
+    problems += orphans(tape, sealed=tape.seal is not None)
+    harmless = [p for p in problems if "were ignored" in p or ORPHANS in p]
     return {
         "kind": "tape",
         "path": str(tape.place),
@@ -96,9 +99,25 @@ def describe_tape(tape: Tape) -> dict[str, Any]:
         "tables": tables,
         "bytes": sum(t["bytes"] or 0 for t in tables.values()),
         "seal": _seal(tape),
-        "problems": [*broken, *tape.problems],
-        "damaged": len(broken) + len(tape.problems) > len(harmless),
+        "problems": [*broken, *problems],
+        "damaged": len(broken) + len(problems) > len(harmless),
     }
+
+
+def orphans(tape: Tape, *, sealed: bool) -> list[str]:
+    """Tokens of sequences that no row names; empty while their rows may follow."""
+    tape.lengths  # noqa: B018 - finds them
+    if not sealed or any(is_written(tape.place, table) for table in TAPE_TABLES):
+        return []
+    return [problem for problem in tape.problems if ORPHANS in problem]
+
+
+def is_written(place: Place, table: str) -> bool:
+    """Whether a living process is writing a shard of a table."""
+    return isinstance(place, LocalPlace) and any(
+        file.endswith(LIVE) and is_locked(place.path / table / file)
+        for file in shard_names(place.files(table))
+    )
 
 
 def describe_report(report: Report) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rolltape.store.describe import ORPHANS
+from rolltape.store.describe import orphans
 from rolltape.store.errors import DamagedShardError, NotATapeError, RolltapeError
 from rolltape.store.keys import token_digest
 from rolltape.store.notices import notices
@@ -81,6 +81,7 @@ class Checked:
         live: shards that a living process is writing.
         findings: what is wrong.
         notes: what is not wrong, but worth knowing.
+        problems: what is missing although no byte is damaged; `rolltape info` says the same.
     """
 
     shards: int
@@ -89,11 +90,17 @@ class Checked:
     live: tuple[str, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is damaged, or no longer."""
+        return all(finding.repaired for finding in self.findings)
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is wrong, or no longer."""
-        return all(finding.repaired for finding in self.findings)
+        """Whether it is sound and nothing is missing."""
+        return self.sound and not self.problems
 
 
 def fsck(
@@ -155,12 +162,12 @@ def _fsck(place: LocalPlace | ObjectPlace, *, repair: bool) -> Checked:
     if not broken or repair:  # else every sequence of a damaged shard would be said to be wrong
         findings += _contents(tape_now)
     findings += _sealing(place, live, repair, changed=repair and bool(findings))
-    notes = [p for p in tape_now.problems if ORPHANS in p]
-    if live or read_seal(place) is None:
-        notes = []  # their sequences may follow
-    elif not broken or repair:
-        notes += notices(tape_now)
-    return Checked(shards, size, sequences, tuple(live), tuple(findings), tuple(notes))
+    sealed = read_seal(place) is not None
+    notes = notices(tape_now) if sealed and not live and (not broken or repair) else []
+    problems = orphans(tape_now, sealed=sealed)
+    return Checked(
+        shards, size, sequences, tuple(live), tuple(findings), tuple(notes), tuple(problems)
+    )
 
 
 def _seal_file(place: LocalPlace | ObjectPlace, repair: bool) -> Iterator[Finding]:

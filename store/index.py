@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +44,8 @@ class Entries:
         rows: int32 [m] rows of the sequence in that batch.
         start: int32 [m] least position of those rows.
         end: int32 [m] one behind the greatest.
+        steps: int64 [m, 2] least and greatest step of those rows of `forwards`; None where they are
+            not known (other tables, and indexes that were written before they had them).
     """
 
     files: list[str]
@@ -53,6 +55,7 @@ class Entries:
     rows: np.ndarray
     start: np.ndarray
     end: np.ndarray
+    steps: np.ndarray | None = None
 
     def of(self, code: int) -> slice:
         """The entries of a sequence."""
@@ -97,7 +100,8 @@ class Index:
         self.codes: dict[Key, int] = {}
         self._by_text: dict[str, int] = {}
         self._covered: set[tuple[str, str]] = set()
-        self._stored: dict[str, pa.Table] = {}
+        self._rollups: pa.Table | None = None
+        self._offsets: dict[str, tuple[list[np.ndarray], np.ndarray | None]] = {}
         seal_index = (folder.seal or {}).get("index")
         if seal_index:
             try:
@@ -110,12 +114,20 @@ class Index:
 
     def _load(self, seal_index: dict[str, object]) -> None:
         rollups = derived_table(self._folder, "rollups")
-        offsets = derived_table(self._folder, "offsets")
         shards = [str(e["shard"]) for e in (self._folder.seal or {}).get("shards", [])]
         known = int(str(seal_index.get("covers", 0)))
         codes = {Key(*row): i for i, row in enumerate(rows_of(rollups, KEY_COLUMNS))}
         batches = [e.get("batches") for e in (self._folder.seal or {}).get("shards", [])][:known]
-        if len(codes) != len(rollups) or _outside(offsets, batches, len(rollups)):
+        # apart by table, as plain numbers: in a large tape these are millions of rows
+        parts: dict[str, list[list[np.ndarray]]] = {}
+        fine = len(codes) == len(rollups)
+        for batch in derived_batches(self._folder, "offsets"):
+            fine = fine and not _outside(batch, batches, len(rollups))
+            numbers = [batch.column(name).to_numpy() for name in batch.schema.names[1:7]]
+            steps = _stored_steps(batch)
+            for table, rows in _by_table(batch):
+                parts.setdefault(table, []).append([c[rows] for c in (*numbers, steps)])
+        if not fine:
             raise DamagedShardError(
                 f"{self._folder.place}/offsets points to shards or sequences that are not there",
                 hint="`rolltape fsck --repair` writes it anew",
@@ -123,7 +135,11 @@ class Index:
         self.codes = codes
         self._covered = {(s.partition("/")[0], s.partition("/")[2]) for s in shards[:known]}
         self._shards = shards
-        self._stored = {"rollups": rollups, "offsets": offsets}
+        self._rollups = rollups
+        for table, found in parts.items():
+            *columns, steps = (np.concatenate(p) for p in zip(*found, strict=True))
+            known_steps = table == "forwards" and (steps[:, 0] <= steps[:, 1]).all()
+            self._offsets[table] = columns, steps if known_steps else None
 
     @property
     def rollups(self) -> pa.Table | None:
@@ -133,7 +149,7 @@ class Index:
                 continue
             if any((table, file) not in self._covered for file in self._folder.files(table)):
                 return None
-        return self._stored.get("rollups") if self._folder.version is None else None
+        return self._rollups if self._folder.version is None else None
 
     def entries(self, table: str) -> Entries:
         """The entries of a table, scanned now if the seal does not have them."""
@@ -176,25 +192,23 @@ class Index:
         return {key: int(longest[code]) for key, code in self.codes.items() if seen[code]}
 
     def _from_seal(self, table: str) -> Entries | None:
-        offsets = self._stored.get("offsets")
-        if offsets is None:
+        if self._rollups is None:
             return None
-        # a hostile or newer index may hold several chunks and any order
-        mine = offsets.filter(pc.equal(offsets.column("table"), table))
-        columns = {n: mine.column(n).to_numpy() for n in mine.column_names if n != "table"}
-        here = {name: i for i, name in enumerate(self._folder.files(table))}
+        files = self._folder.files(table)
+        if table not in self._offsets:
+            return _stacked(files, [], [])
+        here = {name: i for i, name in enumerate(files)}
         numbers = np.full(len(self._shards), -1, np.int32)
         for i, shard in enumerate(self._shards):
             if shard.startswith(f"{table}/"):
                 numbers[i] = here.get(shard.partition("/")[2], -1)
-        file = numbers[columns["shard"]]
-        keep = file >= 0  # of a later version, or damaged and left out
-        return Entries(
-            self._folder.files(table),
-            columns["sequence"][keep],
-            file[keep],
-            *(columns[n][keep] for n in ("batch", "rows", "start", "end")),
-        )
+        columns, steps = self._offsets.pop(table)  # from now on they are in the entries
+        file = numbers[columns[1]]
+        columns = [columns[0], file, *columns[2:]]
+        if (file < 0).any():  # of a later version, or damaged and left out
+            columns = [c[file >= 0] for c in columns]
+            steps = None if steps is None else steps[file >= 0]
+        return replace(Entries(files, *columns), steps=steps)
 
     def walk(self, table: str, columns: Iterable[str]) -> Iterator[tuple[pa.RecordBatch, Grouping]]:
         """Every batch of a table with its rows by sequence; its entries are noted on the way.
@@ -204,17 +218,18 @@ class Index:
             columns: wanted besides the key and the span.
         """
         files = self._folder.files(table)
-        names = [*KEY_COLUMNS]
-        names += ["start", "n"] if "start" in TAPE_TABLES[table].names else []
+        names = _span_columns(table)
         names += [name for name in columns if name not in names]
         number = {name: i for i, name in enumerate(files)}
-        found = []
+        found, steps = [], []
         for file, batch_number, batch in self._folder.batches(table, names):
             grouping = self.grouping(batch)
             if (table, file) not in self._covered:
                 found.append(_entries_of(batch, grouping, number[file], batch_number))
+                steps += _steps_of(table, batch, grouping)
             yield batch, grouping
-        self._entries[table] = _merged(files, [self._from_seal(table), _stacked(files, found)])
+        parts = [self._from_seal(table), _stacked(files, found, steps)]
+        self._entries[table] = _merged(files, parts)
 
     def grouping(self, batch: pa.RecordBatch) -> Grouping:
         """Rows of a batch by sequence. Sequences that are new get the next code."""
@@ -235,16 +250,46 @@ class Index:
         skip = {file for file in files if (table, file) in self._covered}
         if len(skip) == len(files):
             return None
-        columns = [*KEY_COLUMNS]
-        columns += ["start", "n"] if "start" in TAPE_TABLES[table].names else []
         number = {name: i for i, name in enumerate(files)}
-        return _stacked(
-            files,
-            [
-                _entries_of(batch, self.grouping(batch), number[file], batch_number)
-                for file, batch_number, batch in self._folder.batches(table, columns, skip=skip)
-            ],
-        )
+        found, steps = [], []
+        columns = _span_columns(table)
+        for file, batch_number, batch in self._folder.batches(table, columns, skip=skip):
+            grouping = self.grouping(batch)
+            found.append(_entries_of(batch, grouping, number[file], batch_number))
+            steps += _steps_of(table, batch, grouping)
+        return _stacked(files, found, steps)
+
+
+def _stored_steps(offsets: pa.RecordBatch) -> np.ndarray:
+    """int64 [m, 2], steps of stored offsets; the first is the greater one where they do not say."""
+    first, last = (offsets.column(name) for name in ("first_step", "last_step"))
+    return np.stack([first.fill_null(1).to_numpy(), last.fill_null(0).to_numpy()], axis=1)
+
+
+def _by_table(offsets: pa.RecordBatch) -> Iterator[tuple[str, np.ndarray]]:
+    """(table, rows) in a batch of offsets; a hostile or newer index may hold them in any order."""
+    of = offsets.column("table").dictionary_encode()
+    for number, table in enumerate(of.dictionary.to_pylist()):
+        yield table, np.flatnonzero(of.indices.to_numpy() == number)
+
+
+def _span_columns(table: str) -> list[str]:
+    """Columns that the entries of a table are made of."""
+    return [
+        *KEY_COLUMNS,
+        *(["start", "n"] if "start" in TAPE_TABLES[table].names else []),
+        *(["step"] if table == "forwards" else []),
+    ]
+
+
+def _steps_of(table: str, batch: pa.RecordBatch, grouping: Grouping) -> list[np.ndarray]:
+    """int64 [m, 2], least and greatest step of the sequences of a batch of `forwards`."""
+    if table != "forwards" or not batch.num_rows:
+        return []
+    order = np.argsort(grouping.of, kind="stable")
+    first = np.searchsorted(grouping.of[order], np.arange(len(grouping.codes)))
+    step = batch.column("step").to_numpy()[order]
+    return [np.stack([np.minimum.reduceat(step, first), np.maximum.reduceat(step, first)], axis=1)]
 
 
 def _entries_of(
@@ -267,12 +312,13 @@ def _entries_of(
     return out
 
 
-def _stacked(files: list[str], found: list[np.ndarray]) -> Entries:
+def _stacked(files: list[str], found: list[np.ndarray], steps: list[np.ndarray]) -> Entries:
     columns = np.concatenate(found) if found else np.zeros((0, 6), np.int32)
-    return Entries(files, *columns.T)
+    found_steps = np.concatenate(steps) if steps else None
+    return replace(Entries(files, *columns.T), steps=found_steps)
 
 
-def _outside(offsets: pa.Table, batches: list[int | None], sequences: int) -> bool:
+def _outside(offsets: pa.RecordBatch, batches: list[int | None], sequences: int) -> bool:
     """Whether some offset is of a sequence, shard or batch that the seal does not know."""
     sequence, shard, batch = (
         offsets.column(name).to_numpy() for name in ("sequence", "shard", "batch")
@@ -289,12 +335,20 @@ def _outside(offsets: pa.Table, batches: list[int | None], sequences: int) -> bo
 
 def _merged(files: list[str], parts: list[Entries | None]) -> Entries:
     names = ("code", "file", "batch", "rows", "start", "end")
-    known = [part for part in parts if part is not None]
+    known = [part for part in parts if part is not None and len(part.code)]
     if not known:
         return Entries(files, *(np.zeros(0, np.int32) for _ in names))
     columns = {n: np.concatenate([getattr(p, n) for p in known]) for n in names}
+    if len(known) == 1:
+        columns = {n: getattr(known[0], n) for n in names}
+    steps = None
+    if all(part.steps is not None for part in known):
+        steps = np.concatenate([part.steps for part in known if part.steps is not None])
     order = np.lexsort((columns["batch"], columns["file"], columns["code"]))
-    return Entries(files, **{n: c[order] for n, c in columns.items()})
+    if (np.diff(order) < 0).any():
+        columns = {n: c[order] for n, c in columns.items()}
+        steps = None if steps is None else steps[order]
+    return Entries(files, **columns, steps=steps)
 
 
 def rows_of(table: pa.Table, columns: Sequence[str]) -> Iterator[list[Any]]:
@@ -323,14 +377,38 @@ def derived_table(folder: Folder, table: str) -> pa.Table:
     index = (folder.seal or {}).get("index")
     if not index:
         raise UsageError(f"{folder.place} has no index", hint="`rolltape fsck --repair` writes it")
-    batches = []
-    schema = TAPE_TABLES[table]
-    for entry in index["shards"]:
+    return pa.Table.from_batches(derived_batches(folder, table), TAPE_TABLES[table])
+
+
+def derived_batches(folder: Folder, table: str) -> Iterator[pa.RecordBatch]:
+    """The record batches of `derived_table`."""
+    for entry in ((folder.seal or {}).get("index") or {}).get("shards", []):
         name, _, file = str(entry["shard"]).partition("/")
         if name == table:
             shard = folder.shard(table, file, whole=True)
-            batches += [shard.read(i, schema) for i in range(shard.batches)]
-    return pa.Table.from_batches(batches, schema)
+            for number in range(shard.batches):
+                yield shard.read(number, TAPE_TABLES[table])
+
+
+def stored_columns(folder: Folder, table: str, schema: pa.Schema) -> pa.Table | None:
+    """Some columns of a derived table; None if there is none or it does not cover what is read.
+
+    Raises:
+        DamagedShardError: it is not what was written.
+    """
+    index = (folder.seal or {}).get("index")
+    if not index or folder.version is not None or not _there(folder, index):
+        return None
+    listed = [str(e["shard"]) for e in (folder.seal or {}).get("shards", [])]
+    covered = set(listed[: int(index.get("covers", 0))])
+    for name in sorted(set(folder.schemas) - set(DERIVED_TABLES)):
+        if any(f"{name}/{file}" not in covered for file in folder.files(name)):
+            return None
+    shards = [str(e["shard"]).partition("/") for e in index["shards"]]
+    opened = [folder.shard(table, f, whole=True) for name, _, f in shards if name == table]
+    return pa.Table.from_batches(
+        [shard.read(i, schema) for shard in opened for i in range(shard.batches)], schema
+    )
 
 
 def grouped(batch: pa.RecordBatch) -> Iterator[tuple[Key, np.ndarray]]:
@@ -342,6 +420,14 @@ def grouped(batch: pa.RecordBatch) -> Iterator[tuple[Key, np.ndarray]]:
     bounds = np.append(np.flatnonzero(np.diff(of[order], prepend=-1)), len(order))
     for i, key in enumerate(_keys(batch, order[bounds[:-1]])):
         yield key, order[bounds[i] : bounds[i + 1]]
+
+
+def rows_of_key(batch: pa.RecordBatch, key: Key) -> np.ndarray:
+    """Rows of one sequence in a batch."""
+    found = np.ones(batch.num_rows, bool)
+    for name, value in zip(KEY_COLUMNS, key, strict=True):
+        found &= np.asarray(pc.equal(batch.column(name), value))
+    return np.flatnonzero(found)
 
 
 def _names(batch: pa.RecordBatch) -> pa.DictionaryArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -33,3 +34,18 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+def read_object(text: str | None) -> dict[str, Any]:
+    """The JSON object in a cell; {} where there is none.
+
+    A recorder writes nothing else; of what somebody else wrote there the beginning stands under
+    `unreadable`, so that one cell does not keep the rest from being read.
+    """
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"unreadable": text[:200]}

@@ -375,6 +375,15 @@ def _s3(uri: str, options: Mapping[str, Any]) -> tuple[fs.FileSystem, str]:
     return fs.S3FileSystem(**{"retry_strategy": strategy, **known}), base
 
 
+def unused(path: Path) -> Path:
+    """The path, or with the first number behind it under which there is nothing: `a`, `a-2`."""
+    found, number = path, 1
+    while os.path.lexists(found):
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found
+
+
 @contextlib.contextmanager
 def _local_errors(path: Path) -> Iterator[None]:
     try:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rolltape.store.jsonable import read_object
+
 #: Columns that hold JSON objects.
 JSON_COLUMNS = ("ranks", "requested", "effective", "versions")
 # What is true of one process only: the merged row of several has none of it.
@@ -24,7 +26,7 @@ def read_processes(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         for name in JSON_COLUMNS:
-            row[name] = json.loads(row[name]) if row[name] else {}
+            row[name] = read_object(row[name])
         known = found.setdefault((row["engine"], row["writer"]), row)
         if known is not row:
             for name, value in row.items():

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from rolltape.store.counting import NULL, START, Totals, totals_of
 from rolltape.store.errors import StorageError
+from rolltape.store.facts import FACTS, facts_of
 from rolltape.store.index import INDEXED, KEY_COLUMNS
 from rolltape.store.places import LocalPlace, ObjectPlace
 from rolltape.store.schema import DERIVED_TABLES, TAPE_TABLES
@@ -18,6 +19,8 @@ from rolltape.store.writer import TapeWriter
 
 _SCHEMA = TAPE_TABLES["rollups"]
 _BATCH_ROWS = 1 << 17
+#: Tables of which the offsets say where the rows of a sequence are.
+_LISTED = ("sequences", *INDEXED)
 
 
 def rollups(tape: Tape) -> pa.Table:
@@ -35,6 +38,17 @@ def rollups(tape: Tape) -> pa.Table:
     if order == list(range(len(table))):
         return table
     return table.take(pa.array(order, pa.int64()))
+
+
+def sequence_facts(tape: Tape) -> pa.Table:
+    """A row a sequence for lists, in the order of `tape.keys()`: its id and a few roll-ups.
+
+    Returns:
+        Table with `id` and `rolltape.store.facts.FACTS`; `group` and `finish` are dictionaries.
+    """
+    stored = tape.stored_facts
+    found = facts_of(rollups(tape)) if stored is None else stored
+    return found.table.select(["id", *FACTS])
 
 
 def count(tape: Tape) -> pa.Table:
@@ -104,16 +118,18 @@ def write_index(place: LocalPlace | ObjectPlace) -> dict[str, Any] | None:
     for table in TAPE_TABLES:
         tape.only(table, [n.partition("/")[2] for n in listed if n.startswith(f"{table}/")])
     table = count(tape)
-    for name in INDEXED:
+    for name in _LISTED:
         tape.index.entries(name)
     if tape.damaged:
         return None
     writer = TapeWriter(place)
     for batch in table.to_batches(max_chunksize=_BATCH_ROWS):
         writer.write_batch("rollups", batch)
-    for name in INDEXED:
+    for name in _LISTED:
         entries = tape.index.entries(name)
         shards = np.array([number[f"{name}/{file}"] for file in entries.files], np.int32)
+        none = pa.nulls(len(entries.code), pa.int64())
+        steps = entries.steps
         rows = pa.record_batch(
             [
                 pa.repeat(pa.scalar(name), len(entries.code)),
@@ -128,6 +144,8 @@ def write_index(place: LocalPlace | ObjectPlace) -> dict[str, Any] | None:
                         entries.end,
                     )
                 ),
+                none if steps is None else pa.array(np.ascontiguousarray(steps[:, 0])),
+                none if steps is None else pa.array(np.ascontiguousarray(steps[:, 1])),
             ],
             schema=TAPE_TABLES["offsets"],
         )

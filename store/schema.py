@@ -313,6 +313,8 @@ TAPE_TABLES: dict[str, pa.Schema] = {
             pa.field("rows", pa.int32(), nullable=False),
             pa.field("start", pa.int32(), nullable=False),  # least position of those rows
             pa.field("end", pa.int32(), nullable=False),  # one behind the greatest
+            pa.field("first_step", pa.int64()),  # least step of those rows, of `forwards`
+            pa.field("last_step", pa.int64()),
         ]
     ),
 }
@@ -337,6 +339,7 @@ REPORT_TABLES: dict[str, pa.Schema] = {
             pa.field("non_finite", pa.int32()),
             pa.field("mean_abs", pa.float64()),
             pa.field("max_abs", pa.float64()),
+            pa.field("p99_abs", pa.float64()),
             pa.field("max_at", pa.int32()),  # position; null when nothing was compared
             pa.field("k1", pa.float64()),
             pa.field("k3", pa.float64()),
@@ -346,6 +349,9 @@ REPORT_TABLES: dict[str, pa.Schema] = {
             pa.field("tokens_any", pa.int64()),
             pa.field("routed_tokens", pa.int64()),
             pa.field("paired_by", pa.string()),  # key | digest
+            # Largest |d| of each of at most 32 equal stretches of positions 0..length-1; null in a
+            # stretch where nothing was compared.
+            pa.field("spark", _F32S),
         ]
     ),
     # Dense per-token answer of one pair, positions 0..n-1.
@@ -367,7 +373,7 @@ REPORT_TABLES: dict[str, pa.Schema] = {
             pa.field("decisions", pa.int64()),
             pa.field("disagree", pa.int64()),  # another set of experts
             pa.field("order_only", pa.int64()),  # same set, another slot order
-            pa.field("top1_disagree", pa.int64()),
+            pa.field("top1_disagree", pa.int64()),  # by combine weight; null without weights
             pa.field("weight_l1", pa.float64()),  # mean over decisions with the same set
             pa.field("flip_margin_mean", pa.float64()),
             pa.field("flip_margin_max", pa.float64()),

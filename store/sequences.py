@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
@@ -18,10 +17,13 @@ from rolltape.store.cells import Cells, Fragment, place
 from rolltape.store.columns import Masked
 from rolltape.store.distributions import Distributions, join_distributions
 from rolltape.store.errors import DamagedShardError, NotATapeError, SchemaError, UsageError
+from rolltape.store.facts import StoredFacts, stored_facts
 from rolltape.store.flat import FlatTable, flat_rows, table_rows
-from rolltape.store.index import Index
+from rolltape.store.index import KEY_COLUMNS, Index
+from rolltape.store.jsonable import read_object
 from rolltape.store.keys import Key
 from rolltape.store.late import aliases, by_external, meant_by, overrides
+from rolltape.store.links import BASE, viewer_url
 from rolltape.store.lives import join_lives, overridden
 from rolltape.store.packed import PackedBlock, decode_block
 from rolltape.store.places import LocalPlace, ObjectPlace, Place, place_of
@@ -32,6 +34,7 @@ from rolltape.store.scan import Rows
 from rolltape.store.schema import TAPE_TABLES
 from rolltape.store.shards import COMPACTING
 from rolltape.store.sketches import Sketched, read_sketches
+from rolltape.store.steps import StepSpans, rows_between, step_spans
 from rolltape.store.supports import Supports, join_supports
 from rolltape.store.tape import TAPE_HEADER, Folder
 
@@ -135,18 +138,31 @@ class Sequence:
         ]
         return sorted((s for s in spans if s[2] is not None), key=lambda span: span[:2])
 
-    def _joined(self, column: str, dtype: Any) -> Masked:
+    def token_columns(self, names: Items[str]) -> dict[str, Masked]:
+        """Some columns of `tokens` alone, the others left unread.
+
+        Args:
+            names: of `ids`, `loss_mask` and the logprobs.
+        """
+        whole = self.span == (0, self.length)
+        span = None if whole else self.span
+        rows = self.tape.fragments("tokens", self.key, span, names)
+        kinds: dict[str, Any] = {"ids": np.uint32, "loss_mask": np.bool_}
+        return {name: self._joined(name, kinds.get(name, np.float32), rows) for name in names}
+
+    def _joined(self, column: str, dtype: Any, rows: list[Fragment] | None = None) -> Masked:
         begin, end = self.span
-        if len(self._tokens) == 1:  # the usual case after `compact`
-            cell = self._tokens[0][column]
-            only = self._tokens[0]
+        fragments = self._tokens if rows is None else rows
+        if len(fragments) == 1:  # the usual case after `compact`
+            only = fragments[0]
+            cell = only[column]
             whole = (only["start"], only["n"]) == (begin, end - begin)
             if cell is not None and whole and len(cell) == end - begin:
                 if isinstance(cell, Masked):
                     return Masked(cell.values.astype(dtype), cell.valid.copy())
                 return Masked.full(cell.astype(dtype))
         out = Masked.empty(end - begin, dtype)
-        for fragment in self._tokens:
+        for fragment in fragments:
             cell = fragment[column]
             if cell is not None:
                 where = f"tokens.{column} of {self.id}"
@@ -236,8 +252,13 @@ class Sequence:
 
     @cached_property
     def forwards(self) -> pa.Table:
-        """Rows of `forwards` of this sequence, in step order."""
-        return self.tape.select("forwards", self.key).sort_by("step")
+        """Rows of `forwards` of this sequence, in step order.
+
+        Of a window those that read one of its positions or made the logprob of one.
+        """
+        whole = self.span == (0, self.length)
+        span = None if whole else (self.span[0] - 1, self.span[1])
+        return self.tape.select("forwards", self.key, span).sort_by("step")
 
     @cached_property
     def step(self) -> Masked:
@@ -250,7 +271,8 @@ class Sequence:
         return self._from_forwards("weight_version")
 
     def _from_forwards(self, column: str) -> Masked:
-        out = Masked.empty(self.length, np.int64)
+        begin, end = self.span
+        out = Masked.empty(end - begin, np.int64)
         table = self.forwards
         for start, n, kind, value in zip(
             *(table.column(c).to_pylist() for c in ("start", "n", "kind", column)), strict=True
@@ -259,15 +281,12 @@ class Sequence:
                 continue
             if kind == "prefill" and start + n < self.prompt_len:
                 continue  # an unfinished chunk gives no logprob
-            span = (
-                slice(start + 1, start + n + 1)
-                if kind == "score"
-                else slice(start + n, start + n + 1)
-            )
+            first = start + 1 if kind == "score" else start + n
+            span = slice(max(0, first - begin), max(0, start + n + 1 - begin))
             fresh = ~out.valid[span]
             out.values[span][fresh] = value
             out.valid[span] = True
-        return out[slice(*self.span)]
+        return out
 
 
 class Tape(FlatTable, Folder):
@@ -380,10 +399,32 @@ class Tape(FlatTable, Folder):
         keys, facts = self._lives
         return by_external(list(keys), facts.column("external"))
 
+    @cached_property
+    def stored_facts(self) -> StoredFacts | None:
+        """Facts of all sequences from the seal; None if it does not cover all that is read."""
+        return stored_facts(self)
+
+    @cached_property
+    def _told(self) -> bool:
+        """Whether some annotation may replace a fact of a sequence."""
+        names = {
+            name for _, _, b in self.batches("annotations", ["name"]) for name in b[0].unique()
+        }
+        return bool({name.as_py() for name in names} & {"group", "turn"})
+
+    def _own_rows(self, key: Key) -> pa.Table | None:
+        """A row with the facts of one sequence, if only its own rows need be read for that."""
+        if "_lives" in self.__dict__ or self.stored_facts is None or self._told:
+            return None
+        _, facts = join_lives(self.select("sequences", key))
+        return facts if len(facts) == 1 else None  # an older seal has no offsets of `sequences`
+
     def info(self, key: Key) -> dict[str, Any]:
         """The facts of a sequence, `sampling` as a dict."""
-        info: dict[str, Any] = self.facts.slice(self.sequence_rows[key], 1).to_pylist()[0]
-        info["sampling"] = json.loads(info["sampling"]) if info["sampling"] else {}
+        own = self._own_rows(key)
+        found = self.facts.slice(self.sequence_rows[key], 1) if own is None else own
+        info: dict[str, Any] = found.to_pylist()[0]
+        info["sampling"] = read_object(info["sampling"])
         return info
 
     @cached_property
@@ -440,6 +481,18 @@ class Tape(FlatTable, Folder):
     def _by_id(self) -> dict[str, Key]:
         return {key.id: key for key in self.sequence_rows}
 
+    def find(self, id_: str) -> Sequence | None:
+        """The sequence with exactly that id, or None."""
+        stored = self.stored_facts if "_lives" not in self.__dict__ else None
+        if stored is None:
+            key = self._by_id.get(id_)
+            return None if key is None else self._sequence(key)
+        row = stored.row(id_)
+        if row is None:
+            return None
+        length, finish = (stored.table.column(name)[row].as_py() for name in ("length", "finish"))
+        return Sequence(self, stored.key(row), length, (0, length), finish != "open")
+
     def sequence(self, which: str | Key) -> Sequence:
         """One sequence by its key, its id, the part of the id after the engine, or `external`.
 
@@ -462,34 +515,156 @@ class Tape(FlatTable, Folder):
             hint = "one of " + ", ".join(key.id for key in found[:4])
         raise UsageError(f"{self.place} has {problem} {which!r}", hint=hint)
 
+    def url(
+        self,
+        seq: str | Key | Sequence | None = None,
+        tok: int | None = None,
+        layer: int | None = None,
+        *,
+        base: str = BASE,
+    ) -> str:
+        """The viewer's address of this tape, a sequence, a token, or a token in a layer.
+
+        Made of ids alone: nothing is read, and no viewer has to run.
+
+        Args:
+            seq: a sequence, its key or its whole id.
+            tok: position over prompt + response.
+            layer: number of a layer; the page is then that of the layers.
+            base: where `rolltape view` listens.
+
+        Raises:
+            UsageError: a token or layer without a sequence, or a negative one.
+        """
+        name = seq.id if isinstance(seq, Key | Sequence) else seq
+        return viewer_url(self.uuid, seq=name, tok=tok, layer=layer, base=base)
+
     def _found(
-        self, table: str, key: Key, span: tuple[int, int] | None
+        self,
+        table: str,
+        key: Key,
+        span: tuple[int, int] | None,
+        columns: tuple[str, ...] | None = None,
     ) -> Iterator[tuple[str, int, Cells, np.ndarray]]:
         """(file, batch number, batch, rows in it) of a sequence, in written order."""
         start, stop = span if span is not None else (None, None)
         for file, number in self.index.find(table, key, start, stop):
             with self.damage():
-                cells = self.cells(table, file, number)
-                rows = cells.rows.get(key)
+                cells = self.cells(table, file, number, columns)
+                rows = cells.rows_of(key)
                 if rows is not None:
                     yield file, number, cells, rows
 
-    def cells(self, table: str, file: str, number: int) -> Cells:
-        """One batch of a table, taken apart, kept for a while."""
+    def cells(
+        self, table: str, file: str, number: int, columns: tuple[str, ...] | None = None
+    ) -> Cells:
+        """One batch of a table, or some columns of it, taken apart, kept for a while."""
 
         def make() -> tuple[Cells, int]:
-            cells = Cells(self.shard(table, file).read(number, self.schemas[table]))
+            schema = self.schemas[table]
+            if columns is not None:
+                schema = pa.schema([schema.field(name) for name in columns])
+            cells = Cells(self.shard(table, file).read(number, schema))
             return cells, cells.nbytes
 
-        return self._cells.get((table, file, number), make)
+        return self._cells.get((table, file, number, columns), make)
 
-    def select(self, table: str, key: Key) -> pa.Table:
-        """Rows of a keyed table that belong to one sequence."""
-        parts = [cells.batch.take(rows) for _, _, cells, rows in self._found(table, key, None)]
-        return pa.Table.from_batches(parts, self.schemas[table])
+    def select(self, table: str, key: Key, span: tuple[int, int] | None = None) -> pa.Table:
+        """Rows of a keyed table that belong to one sequence.
+
+        Args:
+            table: one of `rolltape.store.index.INDEXED`.
+            key: the sequence.
+            span: only rows that reach into these positions.
+        """
+        parts = [cells.batch.take(rows) for _, _, cells, rows in self._found(table, key, span)]
+        found = pa.Table.from_batches(parts, self.schemas[table])
+        if span is None or "start" not in found.schema.names:
+            return found
+        start = found.column("start").to_numpy().astype(np.int64)
+        end = start + found.column("n").to_numpy()
+        return found.filter(pa.array((start < span[1]) & (end > span[0])))
+
+    @cached_property
+    def _step_spans(self) -> dict[str, StepSpans]:
+        return {}
+
+    def step_spans(self, table: str) -> pa.Table:
+        """Which record batches of `steps` or `forwards` hold which steps: small, and kept.
+
+        Returns:
+            A row a batch and engine in it: file, batch, engine, first and last step, and of `steps`
+            t0_ns and t1_ns (null where some row has no time).
+        """
+        return self._spans_of(table).table()
+
+    def _spans_of(self, table: str) -> StepSpans:
+        if table not in self._step_spans:
+            self._step_spans[table] = step_spans(self, table)
+        return self._step_spans[table]
+
+    def between(
+        self,
+        table: str,
+        *,
+        engine: str | None = None,
+        first: int | None = None,
+        last: int | None = None,
+        t0_ns: int | None = None,
+        t1_ns: int | None = None,
+        columns: Items[str] | None = None,
+    ) -> pa.Table:
+        """Rows of `steps` or `forwards` of some steps; only batches that may hold them are read.
+
+        Args:
+            table: `steps` or `forwards`.
+            engine: of this engine; None is any.
+            first: from this step on.
+            last: up to this one, it included.
+            t0_ns: of `steps`: from this time on.
+            t1_ns: up to this one, it included.
+            columns: only these, in this order; None is all.
+
+        Returns:
+            Table, rows in written order.
+
+        Raises:
+            UsageError: a time for `forwards`, whose rows have none, or another table.
+        """
+        if table != "steps" and (t0_ns is not None or t1_ns is not None):
+            raise UsageError(f"rows of {table} have no time", hint="look it up in steps")
+        return rows_between(
+            self,
+            self._spans_of(table),
+            table,
+            engine=engine,
+            first=first,
+            last=last,
+            t0_ns=t0_ns,
+            t1_ns=t1_ns,
+            columns=columns,
+        )
+
+    def step_rows(self, engine: str, step: int, columns: Items[str] | None = None) -> pa.Table:
+        """The rows of `forwards` of one step of an engine, by row: what ran together.
+
+        Args:
+            engine: its id.
+            step: its number.
+            columns: only these; None is all.
+        """
+        order = ("row", "request", "sample", "pass")
+        names = list(TAPE_TABLES["forwards"].names if columns is None else columns)
+        read = list(dict.fromkeys([*names, *order]))
+        found = self.between("forwards", engine=engine, first=step, last=step, columns=read)
+        return found.sort_by([(name, "ascending") for name in order]).select(names)
 
     def fragments(
-        self, table: str, key: Key, span: tuple[int, int] | None = None
+        self,
+        table: str,
+        key: Key,
+        span: tuple[int, int] | None = None,
+        columns: Items[str] | None = None,
     ) -> list[Fragment]:
         """Those rows, list columns as `Masked` or numpy arrays that must not be written to.
 
@@ -500,9 +675,11 @@ class Tape(FlatTable, Folder):
             table: one of `rolltape.store.index.INDEXED`.
             key: the sequence.
             span: only rows that reach into these positions.
+            columns: only these, besides the key, `start` and `n`; None is all.
         """
         out = []
-        for file, number, cells, rows in self._found(table, key, span):
+        some = None if columns is None else _with_span(self.schemas[table], columns)
+        for file, number, cells, rows in self._found(table, key, span, some):
             found = [Fragment(cells, row, (file, number)) for row in rows.tolist()]
             if span is not None:
                 found = [f for f in found if _reaches(f, span)]
@@ -575,6 +752,11 @@ def open_tape(
 
 def _again(place: Place, skip_damaged: bool, version: int | None, columns: list[str]) -> Tape:
     return Tape(place, skip_damaged=skip_damaged, version=version, columns=columns)
+
+
+def _with_span(schema: pa.Schema, columns: Items[str]) -> tuple[str, ...]:
+    first = [name for name in (*KEY_COLUMNS, "start", "n") if name in schema.names]
+    return tuple(dict.fromkeys([*first, *columns]))
 
 
 def _reaches(fragment: Fragment, span: tuple[int, int]) -> bool:

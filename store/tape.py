@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import xxhash
 
@@ -24,6 +26,7 @@ from rolltape.store.readers import (
     Cache,
     LiveShard,
     Sealed,
+    SealedShard,
     Shard,
     finished_name,
     open_shard,
@@ -31,6 +34,9 @@ from rolltape.store.readers import (
 )
 from rolltape.store.schema import DERIVED_TABLES, FORMAT_MAJOR, REPORT_TABLES, TAPE_TABLES
 from rolltape.store.shards import JSON_CHECKSUM, SEALED, json_checksum
+
+if TYPE_CHECKING:
+    from rolltape.store.report_rows import ReportRows
 
 TAPE_HEADER = "tape.json"
 REPORT_HEADER = "report.json"
@@ -75,6 +81,7 @@ class Folder:
         self._tables: dict[str, pa.Table] = {}
         self._files: dict[str, list[str]] = {}
         self._sealed = self._read_list()
+        self._checked: dict[tuple[str, str], Sealed] = {}
         # one that is dropped is closed when nobody reads it any more
         self._open: Cache[Shard] = Cache(_OPEN_BYTES)
         self.damaged = False
@@ -164,7 +171,8 @@ class Folder:
         """
 
         def make() -> tuple[Shard, int]:
-            sealed = None if whole else self._sealed.get((table, file))
+            known = self._sealed.get((table, file)) or self._checked.get((table, file))
+            sealed = None if whole else known
             try:
                 shard = open_shard(self.place, table, file, sealed=sealed)
             except FileNotFoundError as error:
@@ -178,6 +186,9 @@ class Folder:
                     f"{shard.name}: {shard.torn} bytes after the last whole batch were ignored "
                     f"({shard.reason})"
                 )
+            elif sealed is None and isinstance(shard, SealedShard):
+                # checked as a whole: opened again, its batches are checked as they are read
+                self._checked[table, file] = Sealed(shard.nbytes, shard.batches)
             return shard, shard.nbytes
 
         return self._open.get((table, file, whole), make)
@@ -292,6 +303,69 @@ class Report(Folder):
         """The headline and everything in it."""
         summary: dict[str, Any] = self.header["summary"]
         return summary
+
+    @functools.cached_property
+    def _rows(self) -> dict[str, ReportRows]:
+        return {}
+
+    def _rows_of(self, table: str) -> ReportRows:
+        from rolltape.store.report_rows import index_rows  # it reads through this class
+
+        if table not in self._rows:
+            self._rows[table] = index_rows(self, table)
+        return self._rows[table]
+
+    def of(
+        self,
+        table: str,
+        a: str,
+        columns: Sequence[str] | None = None,
+        sites: Collection[str] | None = None,
+    ) -> pa.Table:
+        """Rows of one sequence, in written order; no batch without such a row is read.
+
+        Args:
+            table: `tokens` or `activations`.
+            a: id of the sequence on side A.
+            columns: only these, in this order; None is all.
+            sites: of `activations`: only these sites.
+        """
+        from rolltape.store.report_rows import read_rows
+
+        return read_rows(self, self._rows_of(table), table, a, columns, sites)
+
+    def columns(self, table: str, names: Sequence[str]) -> pa.Table:
+        """Some columns of all rows of a table, the others left unread; not kept."""
+        schema = pa.schema([self.schemas[table].field(name) for name in names])
+        return pa.Table.from_batches([b for _, _, b in self.batches(table, names)], schema)
+
+    @functools.cached_property
+    def _sizes(self) -> dict[str, list[tuple[str, int, int]]]:
+        return {}
+
+    def take(
+        self, table: str, rows: Sequence[int], columns: Sequence[str] | None = None
+    ) -> pa.Table:
+        """Some rows of a table by their number; only the batches that hold them are read.
+
+        Args:
+            table: its name.
+            rows: numbers, in the order in which the rows are wanted.
+            columns: only these; None is all.
+        """
+        from rolltape.store.report_rows import take_rows
+
+        if table not in self._sizes:
+            first = self.schemas[table].names[:1]
+            self._sizes[table] = [(f, n, b.num_rows) for f, n, b in self.batches(table, first)]
+        return take_rows(self, self._sizes[table], table, rows, columns)
+
+    def sites(self, a: str) -> list[str]:
+        """Sites that `activations` has of a sequence, in written order."""
+        rows = self._rows_of("activations")
+        codes = rows.site[rows.of(a)]
+        _, first = np.unique(codes, return_index=True)
+        return [rows.sites[code] for code in codes[np.sort(first)].tolist()]
 
 
 def open_report(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,17 +76,46 @@ def number(value: Any) -> float | None:
 
 def json_answer(request: Request, value: Any) -> Response:
     """JSON, or 304 when the client has these very bytes."""
-    body = json.dumps(plain(value), allow_nan=False, separators=(",", ":")).encode()
-    return tagged(request, body, "application/json")
+    return tagged(request, json_bytes(value), "application/json")
 
 
-def tagged(request: Request, body: bytes, media_type: str) -> Response:
+def tagged(
+    request: Request, body: bytes, media_type: str, headers: Mapping[str, str] | None = None
+) -> Response:
     """A body with its content hash as ETag; 304 when the client already has it."""
-    tag = f'"{xxhash.xxh3_128_hexdigest(body)}"'
-    headers = {"etag": tag, "cache-control": "no-cache"}
-    known = [
-        t.strip().removeprefix("W/") for t in request.headers.get("if-none-match", "").split(",")
-    ]
-    if tag in known:
-        return Response(status_code=304, headers=headers)
-    return Response(body, media_type=media_type, headers=headers)
+    return with_tag(request, f'"{xxhash.xxh3_128_hexdigest(body)}"', body, media_type, headers)
+
+
+# Of this process: another one may be of another version, and answer in another way.
+_PROCESS = uuid.uuid4().hex
+
+
+def sealed_tag(request: Request, *parts: str) -> str:
+    """ETag of an answer that depends on its address and on these alone, as long as we run."""
+    whole = "\0".join((_PROCESS, request.url.path, request.url.query, *parts))
+    return f'"{xxhash.xxh3_128_hexdigest(whole.encode())}"'
+
+
+def known(request: Request, tag: str) -> bool:
+    """Whether the client has what a tag stands for."""
+    given = request.headers.get("if-none-match", "").split(",")
+    return tag in [t.strip().removeprefix("W/") for t in given]
+
+
+def with_tag(
+    request: Request,
+    tag: str,
+    body: bytes,
+    media_type: str,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """A body under a tag; 304 when the client already has it."""
+    sent = {"etag": tag, "cache-control": "no-cache", **(headers or {})}
+    if known(request, tag):
+        return Response(status_code=304, headers=sent)
+    return Response(body, media_type=media_type, headers=sent)
+
+
+def json_bytes(value: Any) -> bytes:
+    """JSON as it is sent."""
+    return json.dumps(plain(value), allow_nan=False, separators=(",", ":")).encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import sys
 import webbrowser
@@ -36,6 +37,26 @@ from rolltape.store.errors import UsageError
     type=click.Path(path_type=Path),
     help="tokenizer.json to read text with; otherwise the one in the model folder of the tape.",
 )
+@click.option(
+    "--notes",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Keep what is starred, and the notes on it, in this JSON file instead of the browser.",
+)
+@click.option(
+    "--follow",
+    is_flag=True,
+    help="Open tapes and reports that appear in the folders later. A tape that is being written is "
+    "followed in any case.",
+)
+@click.option(
+    "--export",
+    "out",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Serve nothing: write a folder of static files that shows the --sequences.",
+)
+@click.option("--sequences", metavar="ID,ID", help="Sequences to export.")
 def view(
     paths: tuple[Path, ...],
     port: int,
@@ -43,11 +64,15 @@ def view(
     token: str | None,
     no_open: bool,
     tokenizer: Path | None,
+    notes: Path | None,
+    follow: bool,
+    out: Path | None,
+    sequences: str | None,
 ) -> int:
-    """Look at tapes and diff reports in a browser. Read-only; Ctrl-C stops it.
+    """Look at tapes and diff reports in a browser. Ctrl-C stops it.
 
     PATHs are tapes, reports, or folders that hold some. Give a tape, its replay and their report
-    together: rolltape view a b report.
+    together: rolltape view a b report. They are never written to.
     """
     try:
         import uvicorn
@@ -59,12 +84,17 @@ def view(
         ) from error
     from rolltape.viewer.security import is_loopback
 
+    if out is not None:
+        _export(paths, out, sequences, tokenizer, serves=follow or notes is not None)
+        return 0
+    if sequences is not None:
+        raise UsageError("--sequences says what --export writes", hint="--export DIR")
     if token is None and not is_loopback(host):
         raise UsageError(
             f"--host {host} can be reached from other machines",
             hint="give --token TOKEN as well, or forward a port: ssh -L 8000:127.0.0.1:8000 HOST",
         )
-    app = make_app(paths, token=token, tokenizer=tokenizer)
+    app = make_app(paths, token=token, tokenizer=tokenizer, notes=notes, follow=follow)
     with _listen(host, port) as listener:
         address = _address(host, listener.getsockname()[1], token)
         click.echo(f"rolltape view: {address}  (Ctrl-C stops it)")
@@ -79,10 +109,36 @@ def view(
     return 0 if server.started else 1
 
 
+def _export(
+    paths: tuple[Path, ...],
+    out: Path,
+    sequences: str | None,
+    tokenizer: Path | None,
+    *,
+    serves: bool,
+) -> None:
+    from rolltape.viewer.export import export
+
+    names = [name.strip() for name in (sequences or "").split(",") if name.strip()]
+    if not names:
+        raise UsageError("--export needs to know which sequences", hint="--sequences ID,ID")
+    if serves:
+        raise UsageError("--notes and --follow need a server", hint="leave --export out")
+    done = export(paths, out, names, tokenizer=tokenizer)
+    count = sum(len(found) for found in done["sequences"].values())
+    click.echo(f"{out}: {count} sequences, {done['files']} files, {done['bytes'] / 1e6:.1f} MB")
+    # modules are not loaded from file:// addresses
+    click.echo(f"any file server shows it: python -m http.server -d {shlex.quote(str(out))}")
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family)
+        # Connections inherit it. asyncio sets it only where the protocol was named, and without it
+        # the body of an answer waits 40 ms for the client to acknowledge the head.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except OSError as error:
         raise UsageError(
             f"cannot listen on {host} port {port}: {error}", hint="choose another --port or --host"

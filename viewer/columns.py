@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from rolltape.store.sequences import LOGPROBS, Sequence
 from rolltape.viewer.answers import bad_parameter, unknown
 from rolltape.viewer.arrays import encode
 from rolltape.viewer.library import Pair
+from rolltape.viewer.stats import STATS, stats, stats_there
 
 #: States of a position: the report's, and the one of a position that no report covers.
 STATES = (*TOKEN_STATES, "not_diffed")
@@ -23,6 +26,14 @@ NOT_SCORED, NOT_DIFFED = _CODE["not_scored"], _CODE["not_diffed"]
 
 #: |delta| thresholds that the strip offers, nats.
 PRESETS = (1e-3, 1e-2, 1e-1, 1.0)
+
+_CELLS: dict[str, Any] = {
+    "state": np.uint8,
+    "a_logprob": np.float32,
+    "b_logprob": np.float32,
+    "delta": np.float32,
+    "flips": np.int32,
+}
 
 MAX_WINDOW = 4096
 MAX_BUCKETS = 1024
@@ -72,25 +83,26 @@ def load_columns(pair: Pair, name: str) -> Columns:
     Raises:
         Problem: 404, neither tape nor report has it.
     """
-    sequence = pair.sequences.get(name)
-    row = pair.token_rows.get(name)
+    sequence = pair.find(name)
+    rows = pair.report_rows("tokens", name, list(_CELLS))
     found = pair.compared.get(name)
-    if sequence is None and row is None and found is None:
+    if sequence is None and not len(rows) and found is None:
         raise unknown("sequence", name, "the sequence list has all of them")
-    cells = _report_cells(pair, row)
-    n = len(cells["state"]) if row is not None else 0
+    cells = _report_cells(rows)
+    n = len(cells["state"])
     prompt_len = int((found or {}).get("prompt_len") or 0)
     ids = Masked.empty(n, np.uint32)
     state = np.full(n, NOT_DIFFED, np.uint8)
     if sequence is not None:
         n, prompt_len = max(n, sequence.length), sequence.prompt_len
-        ids = sequence.tokens.resized(n)
+        own = sequence.token_columns(["ids", "loss_mask"])
+        ids = own["ids"].resized(n)
         state = np.full(n, NOT_DIFFED, np.uint8)
-        mask = sequence.loss_mask.resized(n)
+        mask = own["loss_mask"].resized(n)
         state[mask.valid & ~mask.values] = MASKED
     column = str(pair.summary["column"]) if pair.summary.get("column") else None
     a, b, delta = (cells[c].resized(n) for c in ("a_logprob", "b_logprob", "delta"))
-    if row is None and sequence is not None:
+    if not len(rows) and sequence is not None:
         column, a = _own_logprob(sequence, column)
         a = a.resized(n)
         state[(state == NOT_DIFFED) & ~a.valid] = NOT_SCORED
@@ -103,18 +115,11 @@ def load_columns(pair: Pair, name: str) -> Columns:
     return Columns(n, prompt_len, ids, state, a, b, delta, equal, flips, column)
 
 
-def _report_cells(pair: Pair, row: int | None) -> dict[str, Masked]:
-    dtypes: dict[str, Any] = {
-        "state": np.uint8,
-        "a_logprob": np.float32,
-        "b_logprob": np.float32,
-        "delta": np.float32,
-        "flips": np.int32,
-    }
-    if row is None or pair.report is None:
-        return {name: Masked.empty(0, dtype) for name, dtype in dtypes.items()}
-    table = pair.report.table("tokens")
-    return {name: _cell(table.column(name)[row], dtype) for name, dtype in dtypes.items()}
+def _report_cells(rows: pa.Table) -> dict[str, Masked]:
+    if not len(rows):
+        return {name: Masked.empty(0, dtype) for name, dtype in _CELLS.items()}
+    last = len(rows) - 1  # of several rows of a sequence the last one counts
+    return {name: _cell(rows.column(name)[last], dtype) for name, dtype in _CELLS.items()}
 
 
 def _cell(scalar: pa.ListScalar, dtype: Any) -> Masked:
@@ -171,55 +176,81 @@ def minimap(columns: Columns) -> dict[str, object]:
 
 
 def window(
-    pair: Pair, columns: Columns, *, start: int, end: int, names: list[str] | None = None
+    pair: Pair,
+    columns: Columns,
+    name: str,
+    *,
+    start: int,
+    end: int,
+    names: list[str] | None = None,
 ) -> bytes:
     """Positions [start, end) as safetensors bytes.
 
     Arrays: `ids` u32, `state` u8 (index into the metadata `states`), `flags` u8 (bits named by
     the metadata `flags`), `a`, `b`, `delta` f32 (see the flag bits for where they exist),
-    `flips` u16 (65535: no route), `text_offsets` u32 [n + 1], `text_bytes` u8.
+    `flips` u16 (65535: no route), `text_offsets` u32 [n + 1], `text_bytes` u8. Only when asked
+    for those of `rolltape.viewer.stats`; the metadata `stats` says which of them the tapes have.
+
+    Args:
+        pair: where it lies.
+        columns: of the sequence.
+        name: its id on side A.
+        start: first position.
+        end: one behind the last.
+        names: arrays; None is all but the stats.
 
     Raises:
         Problem: 400, no such array.
     """
     span = slice(start, end)
-    ids = columns.ids[span]
-    offsets, text, known = _text(pair, ids)
-    positions = np.arange(start, end)
-    bits = (
-        ids.valid,
-        known,
-        columns.a.valid[span],
-        columns.b.valid[span],
-        columns.delta.valid[span],
-        columns.equal[span],
-        positions < columns.prompt_len,
-    )
-    flags = np.zeros(end - start, np.uint8)
-    for bit, where in enumerate(bits):
-        flags |= where.astype(np.uint8) << bit
-    arrays = {
-        "ids": ids.fill(0).astype(np.uint32),
-        "state": columns.state[span],
-        "flags": flags,
-        "a": columns.a[span].fill(np.nan).astype(np.float32),
-        "b": columns.b[span].fill(np.nan).astype(np.float32),
-        "delta": columns.delta[span].fill(np.nan).astype(np.float32),
-        "flips": columns.flips[span].fill(NO_ROUTE).astype(np.uint16),
-        "text_offsets": offsets,
-        "text_bytes": text,
+    makers: dict[str, Callable[[], np.ndarray]] = {
+        "ids": lambda: columns.ids[span].fill(0).astype(np.uint32),
+        "state": lambda: columns.state[span],
+        "flags": lambda: _flags(columns, span, text()[2]),
+        "a": lambda: columns.a[span].fill(np.nan).astype(np.float32),
+        "b": lambda: columns.b[span].fill(np.nan).astype(np.float32),
+        "delta": lambda: columns.delta[span].fill(np.nan).astype(np.float32),
+        "flips": lambda: columns.flips[span].fill(NO_ROUTE).astype(np.uint16),
+        "text_offsets": lambda: text()[0],
+        "text_bytes": lambda: text()[1],
     }
-    for name in names or []:
-        if name not in arrays:
-            raise bad_parameter("cols", f"{name!r} is not one of {', '.join(arrays)}")
-    chosen = {name: arrays[name] for name in names or arrays}
+
+    @functools.cache
+    def text() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return _text(pair, columns.ids[span])
+
+    for each in names or []:
+        if each not in makers and each not in STATS:
+            raise bad_parameter("cols", f"{each!r} is not one of {', '.join([*makers, *STATS])}")
+    chosen = {n: makers[n]() for n in names or makers if n in makers}
     metadata = {
         "states": ",".join(STATES),
         "flags": ",".join(FLAGS),
         "start": str(start),
         "end": str(end),
+        "stats": ",".join(stats_there(pair, name)),
     }
+    if wanted := [n for n in names or [] if n in STATS]:
+        made, why = stats(pair, name, columns.ids[span], start, end)
+        chosen |= {n: made[n] for n in wanted}
+        metadata["stats_missing"] = why
     return encode(chosen, metadata=metadata)
+
+
+def _flags(columns: Columns, span: slice, known: np.ndarray) -> np.ndarray:
+    bits = (
+        columns.ids.valid[span],
+        known,
+        columns.a.valid[span],
+        columns.b.valid[span],
+        columns.delta.valid[span],
+        columns.equal[span],
+        np.arange(span.start, span.stop) < columns.prompt_len,
+    )
+    flags = np.zeros(span.stop - span.start, np.uint8)
+    for bit, where in enumerate(bits):
+        flags |= where.astype(np.uint8) << bit
+    return flags
 
 
 def _text(pair: Pair, ids: Masked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from rolltape.store.columns import Masked
 from rolltape.store.keys import Key
@@ -39,7 +37,7 @@ def token_detail(pair: Pair, name: str, columns: Columns, position: int) -> dict
         columns: the columns of that sequence.
         position: 0 <= position < columns.n.
     """
-    sequence = pair.sequences.get(name)
+    sequence = pair.find(name)
     partner = pair.partner(name)
     state = STATES[columns.state[position]]
     piece = None
@@ -63,8 +61,8 @@ def token_detail(pair: Pair, name: str, columns: Columns, position: int) -> dict
             "b": _side(partner, position),
         },
         # what drew the token, and what it went through itself as the next input
-        "drawn_by": _routes(pair, sequence, partner, position - 1) if position else None,
-        "routes": _routes(pair, sequence, partner, position),
+        "drawn_by": _routes(sequence, partner, position - 1) if position else None,
+        "routes": _routes(sequence, partner, position),
     }
 
 
@@ -90,7 +88,8 @@ def _logprob(
         return None
     value = values.values[position]
     semantics = None
-    for start, n, found in sequence.semantics if sequence is not None else []:
+    here = _at(sequence, position)
+    for start, n, found in here.semantics if here is not None else []:
         if start <= position < start + n:
             semantics = found
             break
@@ -119,38 +118,52 @@ def _side(sequence: Sequence | None, position: int) -> dict[str, Any] | None:
     if sequence is None:
         return None
     out: dict[str, Any] = {"seq": sequence.id, "tape": sequence.tape.uuid}
-    out["support"] = _support(sequence, position)
-    step, version = sequence.step, sequence.weight_version
-    out["weight_version"] = int(version.values[position]) if version.valid[position] else None
-    out["step"] = None
-    if step.valid[position]:
-        number = int(step.values[position])
+    here = _at(sequence, position)
+    out["support"] = _support(here)
+    out |= {"weight_version": None, "step": None}
+    if here is None:
+        return out
+    if here.weight_version.valid[0]:
+        out["weight_version"] = int(here.weight_version.values[0])
+    if here.step.valid[0]:
+        number = int(here.step.values[0])
         out["step"] = {"step": number, **_step(sequence.tape, sequence.key, number)}
     return out
 
 
-def _support(sequence: Sequence, position: int) -> dict[str, Any]:
-    supports = sequence.supports()
-    if supports is None:
+def _at(sequence: Sequence | None, position: int) -> Sequence | None:
+    """That position alone; None beyond the end of this side."""
+    if sequence is None or position >= sequence.length:
+        return None
+    return sequence.window(position, position + 1)
+
+
+def _support(here: Sequence | None) -> dict[str, Any]:
+    supports = here.supports() if here is not None else None
+    if here is None or supports is None:
         return {"state": "unrecorded", "size": None, "derived": False, "holds_token": None}
-    state = int(supports.state[position])
+    state = int(supports.state[0])
     if state != SUPPORT_EXPLICIT:
         name = "full" if state == SUPPORT_FULL else "unrecorded"
         return {"state": name, "size": None, "derived": supports.derived, "holds_token": None}
-    kept = supports.ids[supports.offsets[position] : supports.offsets[position + 1]]
-    ids = sequence.tokens
-    holds = bool((kept == ids.values[position]).any()) if ids.valid[position] else None
+    kept = supports.ids[supports.offsets[0] : supports.offsets[1]]
+    ids = here.tokens
     return {
         "state": "explicit",
         "size": len(kept),
         "derived": supports.derived,
-        "holds_token": holds,
+        "holds_token": bool((kept == ids.values[0]).any()) if ids.valid[0] else None,
     }
 
 
+_FACTS = ("kind", "rows", "columns", "tokens", "padded_tokens", "graph", "attention", "experts")
+_FORWARD = ("engine", "request", "sample", "pass", "row", "start", "n", "kind")
+
+
 def _step(tape: Tape, key: Key, step: int) -> dict[str, Any]:
-    steps = _where(tape.table("steps"), key.engine, step).to_pylist()
-    batch = _where(tape.table("forwards"), key.engine, step)
+    names = [*_FACTS, "sdpa", "cache"]
+    steps = tape.between("steps", engine=key.engine, first=step, last=step, columns=names)
+    batch = tape.step_rows(key.engine, step, _FORWARD)
     rows = []
     for row in batch.slice(0, _MAX_BATCH).to_pylist():
         other = Key(row["engine"], row["request"], row["sample"], row["pass"])
@@ -165,27 +178,21 @@ def _step(tape: Tape, key: Key, step: int) -> dict[str, Any]:
                 "n": row["n"],
             }
         )
-    shown = ("kind", "rows", "columns", "tokens", "padded_tokens", "graph", "attention", "experts")
-    facts = {name: steps[0][name] for name in (*shown, "sdpa", "cache")} if steps else {}
-    rows.sort(key=lambda r: r["row"])
+    facts = steps.slice(0, 1).to_pylist()[0] if len(steps) else {}
     return {"facts": facts, "batch": rows, "batch_size": batch.num_rows}
 
 
-def _where(table: pa.Table, engine: str, step: int) -> pa.Table:
-    same = pc.and_(pc.equal(table.column("step"), step), pc.equal(table.column("engine"), engine))
-    return table.filter(same)
-
-
-def _routes(pair: Pair, a: Sequence | None, b: Sequence | None, position: int) -> dict[str, Any]:
+def _routes(a: Sequence | None, b: Sequence | None, position: int) -> dict[str, Any]:
     """Expert ids per layer when the token at `position` was the input.
 
     Side B shows its own choice: `live` where another one was forced on it, else `used`.
     """
-    ours = pair.routes(a, "used") if a is not None else None
+    left, right = _at(a, position), _at(b, position)
+    ours = left.routes("used") if left is not None else None
     theirs, role = None, None
-    if b is not None:
+    if right is not None:
         for role in ("live", "used"):
-            theirs = pair.routes(b, role)
+            theirs = right.routes(role)
             if theirs is not None:
                 break
     if ours is None and theirs is None:
@@ -194,12 +201,12 @@ def _routes(pair: Pair, a: Sequence | None, b: Sequence | None, position: int) -
     layers = sorted({*(ours.layers if ours else ()), *(theirs.layers if theirs else ())})
     rows = []
     for layer in layers:
-        left, right = _route_at(ours, layer, position), _route_at(theirs, layer, position)
+        x, y = _route_of(ours, layer, position), _route_of(theirs, layer, position)
         same = order_only = None
-        if left["ids"] is not None and right["ids"] is not None:
-            same = sorted(left["ids"]) == sorted(right["ids"])
-            order_only = same and left["ids"] != right["ids"]
-        rows.append({"layer": layer, "a": left, "b": right, "same": same, "order_only": order_only})
+        if x["ids"] is not None and y["ids"] is not None:
+            same = sorted(x["ids"]) == sorted(y["ids"])
+            order_only = same and x["ids"] != y["ids"]
+        rows.append({"layer": layer, "a": x, "b": y, "same": same, "order_only": order_only})
     return {
         "layers": rows,
         "differ": sum(row["same"] is False for row in rows),
@@ -210,20 +217,20 @@ def _routes(pair: Pair, a: Sequence | None, b: Sequence | None, position: int) -
     }
 
 
-def _route_at(routes: Routes | None, layer: int, position: int) -> dict[str, Any]:
+def _route_of(routes: Routes | None, layer: int, position: int) -> dict[str, Any]:
     nothing = {"ids": None, "margin": None, "reason": None}
-    if routes is None or layer not in routes.layers or position >= len(routes.valid):
+    if routes is None or layer not in routes.layers:
         return nothing
     column = routes.layers.index(layer)
-    if not routes.valid[position, column]:
+    if not routes.valid[0, column]:
         for start, n, where, reason in routes.missing:
             if start <= position < start + n and where in (None, layer):
                 return nothing | {"reason": reason}
         return nothing
     margin = None
-    if routes.margin is not None and not np.isnan(routes.margin[position, column]):
-        margin = float_text(routes.margin[position, column])
-    return {"ids": routes.ids[position, column].tolist(), "margin": margin, "reason": None}
+    if routes.margin is not None and not np.isnan(routes.margin[0, column]):
+        margin = float_text(routes.margin[0, column])
+    return {"ids": routes.ids[0, column].tolist(), "margin": margin, "reason": None}
 
 
 def _why_no_routes(a: Sequence | None) -> str:

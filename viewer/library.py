@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,10 +14,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 
 from rolltape.store.errors import NotATapeError, RolltapeError, TapeError
+from rolltape.store.facts import FACTS
+from rolltape.store.rollups import sequence_facts
 from rolltape.store.routes import Routes
-from rolltape.store.schema import REPORT_TABLES
+from rolltape.store.schema import REPORT_TABLES, TAPE_TABLES
 from rolltape.store.sequences import Sequence, Tape, open_tape
 from rolltape.store.shards import list_shards
 from rolltape.store.tape import Report, kind_of, open_report, seal_problems
@@ -28,6 +32,10 @@ from rolltape.viewer.vocabulary import Vocabulary, load_vocabulary
 _VERIFIED_BYTES = 512 << 20
 #: Seconds between two looks at a tape that is still being written.
 LOOK_EVERY = 1.0
+#: Seconds that a report without any shard is waited for.
+_PATIENCE = 10.0
+#: Pairs whose indexes and caches are kept; of those not looked at lately they are dropped.
+KEPT_PAIRS = 2
 
 
 @dataclass(frozen=True)
@@ -101,49 +109,84 @@ class Pair:
         return side if isinstance(side, dict) else {}
 
     @cached_property
-    def compared(self) -> dict[str, dict[str, Any]]:
-        """The report's `sequences` rows by sequence id of A."""
-        return {r["a"]: r for r in self.report.rows("sequences")} if self.report else {}
+    def compared(self) -> Mapping[str, dict[str, Any]]:
+        """The report's `sequences` rows by sequence id of A; each is read when asked for."""
+        return _Compared(self.report)
 
     @cached_property
-    def token_rows(self) -> dict[str, int]:
-        """Row of the report's `tokens` table by sequence id of A."""
-        if self.report is None:
-            return {}
-        return {a: i for i, a in enumerate(self.report.table("tokens").column("a").to_pylist())}
+    def facts(self) -> pa.Table:
+        """A row a sequence of the tape, in the order in which they were opened.
+
+        Columns as `rolltape.store.rollups.sequence_facts` has them; empty if no tape is open.
+        """
+        if self.tape is None:
+            schema = TAPE_TABLES["rollups"]
+            return pa.schema([("id", pa.string()), *map(schema.field, FACTS)]).empty_table()
+        return sequence_facts(self.tape)
+
+    def report_columns(self, names: list[str]) -> pa.Table:
+        """Some columns of the report's `sequences`, in written order; read anew each time."""
+        return self.report.columns("sequences", names) if self.report else _empty(names)
 
     @cached_property
-    def sequences(self) -> dict[str, Sequence]:
-        """Sequences of the tape by id, in the order they were opened."""
-        return {s.id: s for s in self.tape} if self.tape is not None else {}
+    def counts(self) -> dict[str, int]:
+        """Tokens of the report by what became of them: compared, masked, missing, non_finite."""
+        names = ["compared", "masked", "missing", "non_finite"]
+        rows = self.report_columns(names)
+        return {name: int(pc.sum(rows.column(name)).as_py() or 0) for name in names}
 
     @cached_property
-    def sequences_b(self) -> dict[str, Sequence]:
-        """Sequences of side B by id."""
-        return {s.id: s for s in self.b} if self.b is not None else {}
+    def events(self) -> dict[str, tuple[int, str | None]]:
+        """Per kind of event of the tape how many there are, and the detail of the first one."""
+        found: dict[str, tuple[int, str | None]] = {}
+        if self.tape is None:
+            return found
+        for _, _, batch in self.tape.batches("events", ["kind", "detail"]):
+            kinds = batch.column("kind")
+            for row in pc.value_counts(kinds).to_pylist():
+                kind, count = row["values"], row["counts"]
+                if kind not in found:
+                    found[kind] = 0, batch.column("detail")[pc.index(kinds, kind).as_py()].as_py()
+                found[kind] = found[kind][0] + count, found[kind][1]
+        return found
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """Of all that an answer about this pair is made of; None as long as it may still grow."""
+        folders = [f for f in (self.tape, self.b, self.parent, self.report) if f is not None]
+        if any(isinstance(f, Tape) and f.seal is None for f in folders):
+            return None
+        said = [f.fingerprint for f in folders] + [r.uuid for r in self.run.reports]
+        return xxhash.xxh3_128_hexdigest("\0".join(said).encode())
 
     def find(self, sequence: str) -> Sequence | None:
         """The tape's sequence with that id; None if the tape is not open or lacks it."""
-        return self.sequences.get(sequence)
+        return self.tape.find(sequence) if self.tape is not None else None
 
-    def report_rows(self, table: str, sequence: str, columns: list[str] | None = None) -> pa.Table:
+    def report_rows(
+        self,
+        table: str,
+        sequence: str,
+        columns: list[str] | None = None,
+        sites: Collection[str] | None = None,
+    ) -> pa.Table:
         """The report's rows of one sequence of A, in written order.
 
         Args:
             table: `tokens` or `activations`.
             sequence: id on side A.
             columns: only these; None is all.
+            sites: of `activations`: only these; None is all.
         """
-        names = REPORT_TABLES[table].names if columns is None else columns
         if self.report is None:
+            names = REPORT_TABLES[table].names if columns is None else columns
             return REPORT_TABLES[table].empty_table().select(names)
-        whole = self.report.table(table)
-        return whole.filter(pc.equal(whole.column("a"), sequence)).select(names)
+        return self.report.of(table, sequence, columns, sites)
 
     def partner(self, sequence: str) -> Sequence | None:
         """Side B's sequence, if its tape is open."""
-        row = self.compared.get(sequence)
-        return self.sequences_b.get(row["b"]) if row else None
+        row = self.compared.get(sequence) if self.b is not None else None
+        return self.b.find(row["b"]) if self.b is not None and row else None
 
     def routes(self, sequence: Sequence, role: str) -> Routes | None:
         """Routes of one sequence; the last few are kept."""
@@ -184,6 +227,45 @@ class Pair:
         return list(dict.fromkeys(found))
 
 
+class _Compared(Mapping[str, dict[str, Any]]):
+    """Rows of a report's `sequences` by the id of side A; the last one of an id counts."""
+
+    def __init__(self, report: Report | None) -> None:
+        self._report = report
+        self._kept: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    @cached_property
+    def _ids(self) -> pa.Array:
+        if self._report is None:
+            return pa.array([], pa.string())
+        return self._report.columns("sequences", ["a"]).column("a").combine_chunks()
+
+    def __getitem__(self, sequence: str) -> dict[str, Any]:
+        if sequence not in self._kept:
+            rows = pc.indices_nonzero(pc.equal(self._ids, sequence))
+            if not len(rows) or self._report is None:
+                raise KeyError(sequence)
+            found: list[dict[str, Any]] = []
+            with self._report.damage():
+                found = self._report.take("sequences", [rows[-1].as_py()]).to_pylist()
+            if not found or found[0]["a"] != sequence:  # damaged
+                raise KeyError(sequence)
+            self._kept[sequence] = found[0]
+            while len(self._kept) > 64:
+                self._kept.popitem(last=False)
+        return self._kept[sequence]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(self._ids.to_pylist()))
+
+    def __len__(self) -> int:
+        return len(pc.unique(self._ids))
+
+
+def _empty(names: list[str]) -> pa.Table:
+    return REPORT_TABLES["sequences"].empty_table().select(names)
+
+
 @dataclass
 class _Opened:
     path: Path
@@ -198,6 +280,7 @@ class Library:
     Args:
         paths: tapes, reports, or folders that hold some.
         tokenizer: `tokenizer.json` for every run, or None.
+        follow: open what appears in the folders later.
         clock: seconds, monotonic.
 
     Raises:
@@ -209,22 +292,32 @@ class Library:
         paths: Iterable[Path],
         *,
         tokenizer: Path | None = None,
+        follow: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lock = threading.Lock()
         self.failures: list[Failure] = []
         self.generation = 0  # counts how often a tape was opened again
+        self.follow = follow
         self._clock = clock
+        self._paths = [Path(p) for p in paths]
+        self._seen: set[Path] = set()
+        self._looks: dict[Path, tuple[Any, ...]] = {}
+        self._searched = clock()
         self._vocabulary = load_vocabulary(tokenizer) if tokenizer is not None else None
         self._opened: dict[str, _Opened] = {}
-        self._pairs: dict[tuple[str, str], Pair] = {}
-        for path in paths:
+        self._pairs: OrderedDict[tuple[str, str], Pair] = OrderedDict()
+        for path in self._paths:
             for folder in _find(path):
                 self._open(folder)
+        self._forget_failed()
 
     def refresh(self) -> None:
-        """Open again what has grown since the last look."""
+        """Open again what has grown since the last look; with `follow` what is new as well."""
         now = self._clock()
+        if self.follow and now - self._searched >= LOOK_EVERY:
+            self._searched = now
+            self._search()
         for uuid, opened in list(self._opened.items()):
             folder = opened.folder
             if not isinstance(folder, Tape) or folder.seal is not None:
@@ -239,6 +332,33 @@ class Library:
                 self._opened[uuid] = opened
                 self._pairs.clear()
                 self.generation += 1
+
+    def _search(self) -> None:
+        """Open what has appeared in the folders since they were last searched."""
+        before = len(self._opened)
+        for path in self._paths:
+            for folder in _find(path) if path.is_dir() else ():
+                if folder not in self._seen and self._is_there(folder):
+                    self.failures = [f for f in self.failures if f.path != str(folder)]
+                    self._open(folder)
+        self._forget_failed()
+        if len(self._opened) != before:
+            self._pairs.clear()
+            self.generation += 1
+
+    def _forget_failed(self) -> None:
+        """What could not be opened may be whole next time."""
+        self._seen -= {Path(f.path) for f in self.failures}
+
+    def _is_there(self, folder: Path) -> bool:
+        """A tape can be read while it is written; a report is waited for until it has settled."""
+        if kind_of(folder) == "tape":
+            return True
+        look = _look(folder)
+        before, self._looks[folder] = self._looks.get(folder), look
+        if len(look) == 1:  # no shard: nothing was compared, or it is about to be written
+            return time.time() - (folder / "report.json").stat().st_mtime > _PATIENCE
+        return before == look and all(str(part[1]).endswith(".arrow") for part in look[1:])
 
     def runs(self) -> list[Run]:
         """Tapes in the order named, replays of them after them, then reports without a tape."""
@@ -265,6 +385,7 @@ class Library:
             Problem: 404, no such run or report.
         """
         if (run_id, report_id or "") in self._pairs:
+            self._pairs.move_to_end((run_id, report_id or ""))
             return self._pairs[run_id, report_id or ""]
         run = next((r for r in self.runs() if r.id == run_id), None)
         if run is None:
@@ -276,8 +397,18 @@ class Library:
                 raise unknown(
                     "report", report_id, "it is not among the paths given, or not of this tape"
                 )
-        as_b = [(r.id, x) for r in self.runs() for x in r.reports if _side(x, "b") == run_id]
-        pair = Pair(
+        pair = self._pair(run, report)
+        self._pairs[run_id, report_id or ""] = pair
+        return pair
+
+    def newest(self, run: Run) -> Pair:
+        """A run with its newest report, to say a word of it: that is not looking at it."""
+        report = run.reports[-1] if run.reports else None
+        return self._pairs.get((run.id, "")) or self._pair(run, report)
+
+    def _pair(self, run: Run, report: Report | None) -> Pair:
+        as_b = [(r.id, x) for r in self.runs() for x in r.reports if _side(x, "b") == run.id]
+        return Pair(
             run,
             report,
             b=self._tape(_side(report, "b") if report is not None else None),
@@ -285,14 +416,31 @@ class Library:
             as_b=tuple(as_b),
             vocabulary=self._vocabulary,
         )
-        self._pairs[run_id, report_id or ""] = pair
-        return pair
+
+    def forget(self) -> list[Pair]:
+        """Drop the indexes and caches of pairs that were not looked at lately.
+
+        Returns:
+            The pairs that are dropped; whoever keeps something of theirs should drop it, too.
+        """
+        dropped = []
+        while len(self._pairs) > KEPT_PAIRS:
+            _, pair = self._pairs.popitem(last=False)
+            dropped.append(pair)
+        kept = {f.uuid for p in self._pairs.values() for f in _folders(p)}
+        for folder in {f.uuid: f for p in dropped for f in _folders(p)}.values():
+            opened = self._opened.get(folder.uuid)
+            if folder.uuid not in kept and opened is not None and opened.folder is folder:
+                opened.folder = _reopened(folder)
+                opened.folder.problems += folder.problems
+        return dropped
 
     def _tape(self, uuid: str | None) -> Tape | None:
         opened = self._opened.get(uuid) if uuid is not None else None
         return opened.folder if opened and isinstance(opened.folder, Tape) else None
 
     def _open(self, path: Path) -> None:
+        self._seen.add(path)
         try:
             folder: Tape | Report = (
                 _open_tape(path)
@@ -302,10 +450,13 @@ class Library:
         except TapeError as error:
             self.failures.append(Failure(str(path), str(error)))
             return
-        if isinstance(folder, Report) and not isinstance(folder.header.get("summary"), dict):
-            message = f"{path / 'report.json'}: no summary; write the report anew"
-            self.failures.append(Failure(str(path), message))
-            return
+        if isinstance(folder, Report):
+            if not isinstance(folder.header.get("summary"), dict):
+                message = f"{path / 'report.json'}: no summary; write the report anew"
+                self.failures.append(Failure(str(path), message))
+                return
+            # reports have had a row a sequence there, which the table has, too
+            folder.header["summary"].pop("by_sequence", None)
         if folder.uuid in self._opened:
             first = self._opened[folder.uuid].path
             if first.resolve() != path.resolve():
@@ -333,6 +484,19 @@ def _open_tape(path: Path) -> Tape:
     tape = open_tape(path, skip_damaged=True)
     tape.verify(_VERIFIED_BYTES)
     return tape
+
+
+def _folders(pair: Pair) -> list[Tape | Report]:
+    return [f for f in (pair.tape, pair.b, pair.parent, pair.report) if f is not None]
+
+
+def _reopened(folder: Tape | Report) -> Tape | Report:
+    """The same, with nothing read yet."""
+    if isinstance(folder, Tape):
+        return open_tape(folder.path, skip_damaged=True)
+    report = open_report(folder.path, skip_damaged=True)
+    report.header = folder.header
+    return report
 
 
 def _look(path: Path) -> tuple[Any, ...]:

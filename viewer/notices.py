@@ -6,8 +6,6 @@ import json
 import shlex
 from typing import Any
 
-import pyarrow.compute as pc
-
 from rolltape.store.sequences import Tape
 from rolltape.viewer.library import Pair
 
@@ -36,24 +34,21 @@ def notices(pair: Pair) -> list[dict[str, Any]]:
         command = ["rolltape", "view", *(_paths(pair)), str(path or "TAPE_B")]
         found.append(_notice("info", "Tape B is not open", text, [command]))
     if tape is not None and tape.seal is None:
+        many = _times(len(pair.facts), "sequence")
         text = (
-            f"{_times(len(tape), 'sequence')} so far. The tape is not sealed: what is shown has "
+            f"{many} so far. The tape is not sealed: what is shown has "
             "reached the disk, and this page follows it. If the job is dead, this is all that "
             "there is, and it is whole."
         )
         found.append(_notice("info", "Still recording", text))
-    if pair.report is not None:
-        rows = list(pair.compared.values())
-        compared = sum(r["compared"] or 0 for r in rows)
-        masked = sum(r["masked"] or 0 for r in rows)
-        if rows and not compared and masked:
-            text = (
-                f"The loss mask excludes all {masked:,} tokens that both sides scored, so there "
-                "is no difference to show. Check the mask that the job gave to the trainer."
-            )
-            found.append(_notice("warn", "All tokens are masked", text))
+    if not pair.counts["compared"] and (masked := pair.counts["masked"]):
+        text = (
+            f"The loss mask excludes all {masked:,} tokens that both sides scored, so there "
+            "is no difference to show. Check the mask that the job gave to the trainer."
+        )
+        found.append(_notice("warn", "All tokens are masked", text))
     if tape is not None:
-        found += _event_notices(tape)
+        found += _event_notices(pair)
     for problem in pair.problems:
         text = f"{problem}. Everything else is served."
         found.append(_notice("error", "Damaged shard", text))
@@ -95,18 +90,16 @@ def _no_report(pair: Pair, tape: Tape) -> dict[str, Any]:
     )
 
 
-def _event_notices(tape: Tape) -> list[dict[str, Any]]:
+def _event_notices(pair: Pair) -> list[dict[str, Any]]:
     found = []
     titles = {
         "gap": ("error", "The recorder dropped data"),
         "hook_error": ("error", "A recording hook failed"),
     }
-    table = tape.table("events")
     for kind, (level, title) in titles.items():
-        rows = table.filter(pc.equal(table.column("kind"), kind))
-        if rows.num_rows:
-            first = rows.slice(0, 1).to_pylist()[0]
-            text = f"{_times(rows.num_rows, 'time')}; the first one: {_detail(first['detail'])}"
+        count, detail = pair.events.get(kind, (0, None))
+        if count:
+            text = f"{_times(count, 'time')}; the first one: {_detail(detail)}"
             found.append(_notice(level, title, text))
     return found
 

@@ -24,6 +24,9 @@ POLICY = (
     "object-src 'none'"
 )
 
+#: A request that writes carries it; no form and no simple request of another site can.
+WRITE_HEADER = "x-rolltape-write"
+
 _HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -58,7 +61,8 @@ class Guard:
     """ASGI middleware in front of everything.
 
     * The Host header must be one of `allowed_hosts` (any port), against DNS rebinding.
-    * Only GET and HEAD exist.
+    * Only GET and HEAD exist, and PUT for the addresses in `writes`: from the same origin, with a
+      header that no page of another site can send without being asked.
     * A request of another origin is refused, except to navigate to a page.
     * With a token, every request must carry it: cookie, `Authorization: Bearer`, or `?token=`
       once, which is answered by a cookie and a redirect that drops it from the address.
@@ -68,12 +72,19 @@ class Guard:
         token: None for a server that only loopback reaches.
         allowed_hosts: host names; None is the loopback names, or any name when there is a token
             (a foreign name that was rebound to this address has no cookie).
+        writes: paths that take PUT.
     """
 
     def __init__(
-        self, app: ASGIApp, *, token: str | None, allowed_hosts: Iterable[str] | None
+        self,
+        app: ASGIApp,
+        *,
+        token: str | None,
+        allowed_hosts: Iterable[str] | None,
+        writes: Iterable[str] = (),
     ) -> None:
         self.app = app
+        self.writes = frozenset(writes)
         self.token = token
         self.cookie = ""
         if token is not None:
@@ -92,7 +103,11 @@ class Guard:
                 await self.app(scope, receive, send)
             return  # there are no websockets here
 
+        begun = False
+
         async def send_guarded(message: Message) -> None:
+            nonlocal begun
+            begun = True
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
@@ -101,7 +116,13 @@ class Guard:
             await send(message)
 
         answer = self._refusal(scope)
-        await (answer or self.app)(scope, receive, send_guarded)
+        try:
+            await (answer or self.app)(scope, receive, send_guarded)
+        except Exception:
+            if not begun:  # else the answer of the server, which has none of the headers
+                oops = _no(500, "The viewer failed; its terminal says why.")
+                await oops(scope, receive, send_guarded)
+            raise
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
@@ -112,12 +133,15 @@ class Guard:
                 f"This viewer does not answer to the host name {_host_name(host)!r}. "
                 "Open the address that `rolltape view` printed.",
             )
-        if scope["method"] not in ("GET", "HEAD"):
+        writes = scope["method"] == "PUT" and _path(scope) in self.writes
+        if scope["method"] not in ("GET", "HEAD") and not writes:
             return PlainTextResponse(
                 "The viewer is read-only.\n", status_code=405, headers={"allow": "GET, HEAD"}
             )
         if _is_cross_origin(headers, host):
             return _no(403, "Requests from another site are refused.")
+        if writes and not _may_write(headers):
+            return _no(403, f"To write needs the header {WRITE_HEADER}: 1, from this page.")
         return self._unauthorised(scope, headers) if self.token is not None else None
 
     def _unauthorised(self, scope: Scope, headers: Headers) -> Response | None:
@@ -167,6 +191,18 @@ def _is_cross_origin(headers: Headers, host: str) -> bool:
         headers.get("sec-fetch-mode") == "navigate"
         and headers.get("sec-fetch-dest") in (None, "document")
     )
+
+
+def _may_write(headers: Headers) -> bool:
+    # a browser always says where a PUT comes from; what is no browser says nothing
+    site = headers.get("sec-fetch-site", "same-origin")
+    return site == "same-origin" and headers.get(WRITE_HEADER) == "1"
+
+
+def _path(scope: Scope) -> str:
+    """The path below where the application is mounted."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 def _cookies(headers: Headers) -> dict[str, str]:

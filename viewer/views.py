@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
+from fastapi import Request
+from fastapi.responses import Response
 
 from rolltape import __version__
+from rolltape.viewer.answers import json_bytes, known, sealed_tag, tagged, with_tag
 from rolltape.viewer.columns import NON_FINITE, PRESETS, STATES, Columns, load_columns, minimap
 from rolltape.viewer.detail import STATE_WORDS
 from rolltape.viewer.library import Library, Pair
 from rolltape.viewer.listing import Listing
 from rolltape.viewer.notices import notices
-from rolltape.viewer.overview import overview, run_summary
+from rolltape.viewer.overview import Sizes, count_sizes, overview, run_summary
+from rolltape.viewer.stats import stats_there
 
 _KEPT = 8
 
@@ -35,6 +39,7 @@ class Views:
         self._overviews: OrderedDict[Pair, dict[str, Any]] = OrderedDict()
         self._listings: OrderedDict[Pair, Listing] = OrderedDict()
         self._columns: OrderedDict[tuple[Pair, str], Columns] = OrderedDict()
+        self._sizes: dict[str, Sizes] = {}  # by report: counting them reads all of it
 
     def pair(self, run: str, report: str | None) -> Pair:
         """A run with a report, after a look at what has grown."""
@@ -44,7 +49,46 @@ class Views:
             self._generation = self.library.generation
             for cache in (self._overviews, self._listings, self._columns):
                 cache.clear()
-        return self.library.pair(run, report or None)
+        pair = self.library.pair(run, report or None)
+        for dropped in self.library.forget():
+            self._overviews.pop(dropped, None)
+            self._listings.pop(dropped, None)
+            for key in [key for key in self._columns if key[0] is dropped]:
+                del self._columns[key]
+        return pair
+
+    def answer(self, request: Request, pair: Pair, make: Callable[[], Any]) -> Response:
+        """JSON with an ETag; of a sealed pair nothing is computed for a client that has it."""
+        return self.answer_bytes(
+            request, pair, lambda: (json_bytes(make()), {}), "application/json"
+        )
+
+    def answer_bytes(
+        self,
+        request: Request,
+        pair: Pair,
+        make: Callable[[], tuple[bytes, Mapping[str, str]]],
+        media_type: str,
+    ) -> Response:
+        """Bytes and more headers with an ETag, as `answer`.
+
+        Args:
+            request: the request.
+            pair: all that the answer depends on besides the address.
+            make: what is sent.
+            media_type: of it.
+        """
+        print_ = pair.fingerprint
+        if print_ is None:
+            body, headers = make()
+            return tagged(request, body, media_type, headers)
+        # damage is found while tables are read, and pages say so
+        tag = sealed_tag(request, print_, *pair.problems)
+        if known(request, tag):
+            return with_tag(request, tag, b"", media_type)
+        body, headers = make()
+        tag = sealed_tag(request, print_, *pair.problems)
+        return with_tag(request, tag, body, media_type, headers)
 
     def listing(self, pair: Pair) -> Listing:
         """The sequence list of a pair."""
@@ -52,8 +96,14 @@ class Views:
 
     def overview(self, pair: Pair) -> dict[str, Any]:
         """Answer of `GET /api/runs/{run}`."""
-        answer = _kept(self._overviews, pair, lambda: overview(pair))
+        answer = _kept(self._overviews, pair, lambda: overview(pair, lambda: self._count(pair)))
         return answer | self._around(pair)
+
+    def _count(self, pair: Pair) -> Sizes:
+        assert pair.report is not None  # nothing else is counted
+        if pair.report.uuid not in self._sizes:
+            self._sizes[pair.report.uuid] = count_sizes(pair.report)
+        return self._sizes[pair.report.uuid]
 
     def page(self, pair: Pair, **query: Any) -> dict[str, Any]:
         """Answer of `GET /api/runs/{run}/seqs`."""
@@ -72,15 +122,15 @@ class Views:
         self.library.refresh()
         return {
             "version": __version__,
-            "runs": [run_summary(self.library.pair(r.id, None)) for r in self.library.runs()],
+            "follow": self.library.follow,
+            "runs": [run_summary(self.library.newest(r)) for r in self.library.runs()],
             "failures": [{"path": f.path, "message": f.message} for f in self.library.failures],
         }
 
     def sequence(
-        self, run: str, report: str | None, name: str, sort: str | None, query: str | None
+        self, pair: Pair, name: str, sort: str | None, query: str | None
     ) -> dict[str, Any]:
         """Answer of `GET /api/runs/{run}/seqs/{seq}`."""
-        pair = self.pair(run, report)
         columns = self.columns(pair, name)
         listing = self.listing(pair)
         vocabulary, why = pair.tokenizer
@@ -88,9 +138,9 @@ class Views:
         size = np.abs(columns.delta.fill(0))
         found = pair.compared.get(name)
         partner = pair.partner(name)
-        sequence = pair.sequences.get(name)
+        sequence = pair.find(name)
         answer = {
-            "seq": listing.by_id.get(name, {"id": name}),
+            "seq": listing.row(name) or {"id": name},
             "n": columns.n,
             "prompt_len": columns.prompt_len,
             "column": columns.column,
@@ -106,6 +156,7 @@ class Views:
             ],
             "non_finite": int((columns.state == NON_FINITE).sum()),
             "minimap": minimap(columns),
+            "stats": stats_there(pair, name),
             "tokenizer": {
                 "path": str(vocabulary.path) if vocabulary is not None else None,
                 "missing": why,

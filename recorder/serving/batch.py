@@ -199,6 +199,7 @@ class Step:
         graph: key of the CUDA graph that ran; None for an eager step.
         columns: more columns of the `steps` table.
         ready: something with `synchronize()` to wait for, or None.
+        held: bytes of memory that `values` keep from being freed, where that is more than theirs.
     """
 
     number: int
@@ -212,9 +213,10 @@ class Step:
     graph: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     ready: Any = None
+    held: int = 0
 
     @property
     def nbytes(self) -> int:
         """About what it holds."""
         tensors = sum(int(v.nbytes) for v in self.values.values())
-        return tensors + 80 * len(self.rows)
+        return max(tensors, self.held) + 80 * len(self.rows)

@@ -47,6 +47,39 @@ class RouteBuffer:
         return taken
 
 
+class Slabs:
+    """Host memory in large pieces, and what each piece costs those that use it.
+
+    It is asked for in large pieces: one for each tensor costs the engine's thread more than the
+    copy does. A piece lives as long as any tensor in it.
+
+    Args:
+        pinned: page-locked, for copies that nobody waits for.
+    """
+
+    def __init__(self, *, pinned: bool = True) -> None:
+        self._pinned = pinned
+        self._slab: torch.Tensor | None = None
+        self._used = 0
+        #: Bytes taken since this was last set to 0, with what stays unused behind them: tensors are
+        #: let go in the order in which they came, so those that live hold at most two pieces more.
+        self.taken = 0
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], aligned for any dtype."""
+        if self._slab is None or self._used + nbytes > len(self._slab):
+            size = max(nbytes, SLAB_BYTES)
+            if self._slab is not None:  # nobody will use the rest of it
+                self.taken += max(0, len(self._slab) - self._used)
+            self._slab = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            self._used = 0
+        room = self._slab[self._used : self._used + nbytes]
+        aligned = -(-nbytes // 64) * 64
+        self.taken += min(aligned, len(self._slab) - self._used)
+        self._used += aligned
+        return room
+
+
 class Outlet:
     """Copies device tensors to the host on a stream of its own.
 
@@ -56,8 +89,15 @@ class Outlet:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._slab: torch.Tensor | None = None
-        self._used = 0
+        self._slabs = Slabs()
+
+    @property
+    def taken(self) -> int:
+        """Bytes of host memory that the last `send` took; 0 for tensors with memory of their own.
+
+        It may be more than its tensors: several of one storage come with all of that storage.
+        """
+        return self._slabs.taken
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Any]:
         """Start the copies.
@@ -68,6 +108,7 @@ class Outlet:
         Returns:
             Host tensors and an event to wait for before reading them, None if they are there.
         """
+        self._slabs.taken = 0
         if self._stream is None:
             return {name: tensor.detach().clone() for name, tensor in tensors.items()}, None
         groups: dict[int, list[str]] = {}
@@ -87,11 +128,11 @@ class Outlet:
         first = next(iter(tensors.values()))
         first.record_stream(stream)
         if len(tensors) == 1:
-            host = self._room(first.nbytes).view(first.dtype).view(first.shape)
+            host = self._slabs.room(first.nbytes).view(first.dtype).view(first.shape)
             return {name: host.copy_(first, non_blocking=True) for name in tensors}
         storage = first.untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
-        host = self._room(len(whole))
+        host = self._slabs.room(len(whole))
         host.copy_(whole, non_blocking=True)
         pinned, at = host.untyped_storage(), host.storage_offset()
         return {
@@ -100,16 +141,3 @@ class Outlet:
             )
             for name, t in tensors.items()
         }
-
-    def _room(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] of pinned memory, aligned for any dtype.
-
-        It is asked for in large pieces: one for each tensor costs the engine's thread more than
-        the copy does. A piece lives as long as any tensor in it.
-        """
-        if self._slab is None or self._used + nbytes > len(self._slab):
-            size = max(nbytes, SLAB_BYTES)
-            self._slab, self._used = torch.empty(size, dtype=torch.uint8, pin_memory=True), 0
-        room = self._slab[self._used : self._used + nbytes]
-        self._used += -(-nbytes // 64) * 64
-        return room

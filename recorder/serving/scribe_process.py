@@ -6,10 +6,14 @@ throughput; here they cost it one call that hands a block over.
 
 The engine's writer thread waits for the answer to each block. So what is not yet written counts in
 its queue, and an error is raised there as if the block had been written in place.
+
+If the engine is killed, the process writes what it was given and ends. It holds a locked file in
+the `procs` folder of the recording meanwhile, so that the launcher can wait for it before it seals.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
@@ -17,13 +21,16 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from rolltape.recorder.options import TAPE_VARIABLE
 from rolltape.recorder.serving.scribe import Scribe
 from rolltape.recorder.serving.wire import Block, readable, receive, send
 from rolltape.recorder.session import CPUS, FATAL, PUT_SECONDS, Session, open_writer
 from rolltape.store import TapeWriter
+from rolltape.store.shards import is_locked
 
 _START = """
 import signal, sys
@@ -34,6 +41,7 @@ sys.path[:] = json.loads(sys.argv[3])
 from rolltape.recorder.serving.scribe_process import main
 main(int(sys.argv[1]), int(sys.argv[2]))
 """
+_MARK = "rows-"  # how the names of those files begin
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
@@ -96,7 +104,7 @@ class ScribeProcess:
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, _at_work(self._session) as marks:
             numbers = [str(theirs.fileno()), str(os.getpid())]
             # isolated: what lies in the job's folder is not for us
             command = [sys.executable, "-I", "-c", _START, *numbers, json.dumps(_search_path())]
@@ -104,7 +112,7 @@ class ScribeProcess:
             env.pop(TAPE_VARIABLE, None)  # it is no process of the job
             self._process = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *marks],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=env,
@@ -124,6 +132,61 @@ class ScribeProcess:
             except subprocess.TimeoutExpired:  # a store or disk that does not answer
                 self._process.kill()
             self._process = None
+
+
+@contextmanager
+def _at_work(session: Session) -> Iterator[list[int]]:
+    """The descriptor of a locked file that a process which inherits it holds until it ends.
+
+    The list is empty where there is no launcher, or its folder is not to be reached.
+    """
+    folder = os.environ.get("ROLLTAPE_PROCS") or os.path.join(os.fspath(session.tape), "procs")
+    facts = {"host": os.uname().nodename, "engine": os.getpid()}
+    path = Path(folder, f"{_MARK}{facts['engine']}-{time.time_ns()}")
+    try:
+        file = open(path, "x")  # noqa: SIM115 - closed below
+    except OSError:
+        yield []
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.write(json.dumps(facts))
+            file.flush()
+        except OSError:  # full, or a file system without locks
+            path.unlink(missing_ok=True)
+            yield []
+            return
+        yield [file.fileno()]
+
+
+def left_alone(procs: Path) -> list[Path]:
+    """Marks of processes on this machine that still write what an engine has left, which is dead.
+
+    Args:
+        procs: the folder of the recording. Marks that nobody holds any more are removed from it.
+    """
+    found = []
+    for path in procs.glob(f"{_MARK}*"):
+        try:
+            facts = json.loads(path.read_text())
+        except (OSError, ValueError):  # another machine's, gone, or not yet written
+            continue
+        if facts.get("host") != os.uname().nodename:
+            continue
+        if not is_locked(path):
+            path.unlink(missing_ok=True)
+        elif not _is_alive(facts["engine"]):
+            found.append(path)
+    return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
 
 
 def _search_path() -> list[str]:

@@ -292,6 +292,7 @@ class Recorder:
                 graph=self.graph,
                 columns=self._columns,
                 ready=ready,
+                held=self._outlet.taken,
             )
         )
 

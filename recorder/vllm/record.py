@@ -436,6 +436,7 @@ class Recorder:
             graph=self._graph,
             columns=self._columns,
             ready=ready,
+            held=self._outlet.taken,
         )
         self.blocks.add(step)
 

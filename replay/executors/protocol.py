@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rolltape.replay.schedule import Refused
+from rolltape.replay.switches import ALTERNATIVES
 from rolltape.store.errors import UsageError
 
-_SWITCHES = "switches of re-execute: batch=recorded|one|N, weights=PATH"
+_SWITCHES = "switches of re-execute: " + ", ".join(f"{k}={v}" for k, v in ALTERNATIVES.items())
 
 
 class NotRunError(Exception):
@@ -25,16 +26,26 @@ class Changes:
 
     Args:
         rows: rows of a batch; None is the recorded composition.
-        weights: path of another checkpoint; None is the one that was recorded.
+        weights: a weight version of the tape for all calls, or the path of another checkpoint;
+            None is each call's own version.
+        chunk: tokens of a prompt that one step takes at most; None is as recorded.
+        prefix_cache: False switches it off; True is as recorded.
     """
 
     rows: int | None = None
     weights: str | None = None
+    chunk: int | None = None
+    prefix_cache: bool = True
 
     @property
     def any(self) -> bool:
         """Whether anything is changed."""
-        return self.rows is not None or self.weights is not None
+        return self.composition or self.weights is not None
+
+    @property
+    def composition(self) -> bool:
+        """Whether steps are composed anew."""
+        return self.rows is not None or self.chunk is not None or not self.prefix_cache
 
     @classmethod
     def parse(cls, items: Sequence[str]) -> Changes:
@@ -48,27 +59,43 @@ class Changes:
             key, equals, value = item.partition("=")
             if not equals or not value:
                 raise UsageError(f"switch {item!r} is not KEY=VALUE", hint=_SWITCHES)
-            if key not in ("batch", "weights"):
+            if key not in ALTERNATIVES:
                 raise UsageError(f"mode re-execute has no switch {key!r}", hint=_SWITCHES)
             if key in given:
                 raise UsageError(f"switch {key} is given twice", hint=_SWITCHES)
             given[key] = value
-        return cls(rows=_rows(given.get("batch", "recorded")), weights=given.get("weights"))
+        weights = given.get("weights", "recorded")
+        if given.get("prefix_cache", "recorded") not in ("recorded", "off"):
+            raise _no_value("prefix_cache", given["prefix_cache"])
+        return cls(
+            rows=_number("batch", given.get("batch", "recorded")),
+            weights=None if weights == "recorded" else weights,
+            chunk=_number("chunk", given.get("chunk", "recorded")),
+            prefix_cache=given.get("prefix_cache") != "off",
+        )
 
     def as_dict(self) -> dict[str, str]:
         """As they are given on the command line, defaults included."""
-        batch = {None: "recorded", 1: "one"}.get(self.rows, str(self.rows))
-        return {"batch": batch, "weights": self.weights or "recorded"}
+        return {
+            "batch": {None: "recorded", 1: "one"}.get(self.rows, str(self.rows)),
+            "weights": self.weights or "recorded",
+            "chunk": str(self.chunk or "recorded"),
+            "prefix_cache": "recorded" if self.prefix_cache else "off",
+        }
 
 
-def _rows(value: str) -> int | None:
+def _number(key: str, value: str) -> int | None:
     if value == "recorded":
         return None
-    if value == "one":
+    if key == "batch" and value == "one":
         return 1
     if value.isdecimal() and int(value) > 0:
         return int(value)
-    raise UsageError(f"switch batch={value}: no such value", hint=_SWITCHES)
+    raise _no_value(key, value)
+
+
+def _no_value(key: str, value: str) -> UsageError:
+    return UsageError(f"switch {key}={value}: no such value", hint=_SWITCHES)
 
 
 @dataclass(frozen=True, kw_only=True)

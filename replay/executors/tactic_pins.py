@@ -65,6 +65,8 @@ class Pins:
         self.problem: PinError | None = None
         self.used = 0
         self.others: list[str] = []
+        #: of foreign pins: what is not as it was
+        self.differences: list[str] = []
         self._calls: dict[tuple[Any, ...], list[Pin]] = {}
         self._profiles: dict[tuple[Any, ...], list[Pin]] = {}
         self._checked: set[tuple[str, str]] = set()
@@ -185,14 +187,14 @@ class Pins:
         return (tuned or pins)[-1]
 
     def _check(self, pin: Pin, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-        if self.foreign:
-            return
         for name in sorted(there.keys() | here.keys()):
             if there.get(name) != here.get(name):
-                raise PinError(
-                    f"pins of {name} {there.get(name)}, here it is {here.get(name)}",
-                    hint="run it where it was recorded; foreign_pins=True takes them nevertheless",
-                )
+                text = f"pins of {name} {there.get(name)}, here it is {here.get(name)}"
+                if not self.foreign:
+                    hint = "run it where it was recorded; --foreign-pins takes them nevertheless"
+                    raise PinError(text, hint=hint)
+                if text not in self.differences:
+                    self.differences.append(text)
 
 
 def _facts(text: str) -> dict[str, Any]:

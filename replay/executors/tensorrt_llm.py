@@ -24,16 +24,23 @@ from typing import Any
 import numpy as np
 
 from rolltape.recorder import session as sessions
-from rolltape.recorder.inject import _rolltape_hook
+from rolltape.recorder.digest import GroupDigest, weights_digest
 from rolltape.recorder.options import Options
 from rolltape.recorder.tensorrt_llm.identity import current_engine, engine_of
+from rolltape.recorder.tensorrt_llm.weights import NOT_COMPARABLE
 from rolltape.replay.executors.executor_loop import Forced, Loop, Place, Script
 from rolltape.replay.executors.protocol import Changes, Execution, NotRunError
-from rolltape.replay.executors.serving import name_origins, variables
+from rolltape.replay.executors.serving import (
+    check_prefix_cache,
+    hooks,
+    name_origins,
+    variables,
+    weights_of,
+)
 from rolltape.replay.executors.tactic_pins import PinError, Pins
 from rolltape.replay.serving_steps import Step, recorded_steps
+from rolltape.store import ModelMismatchError, Tape, UsageError, create_tape, seal
 from rolltape.store import Sequence as Recorded
-from rolltape.store import Tape, UsageError, create_tape, seal
 from rolltape.store.keys import Key
 
 #: Arguments that decide what a step computes; taken as they were in force.
@@ -89,9 +96,6 @@ def check_engine(tape: Tape, engine: str) -> None:
     steps = [row["step"] for row in tape.rows("steps") if row["engine"] == engine]
     if sorted(steps) != list(range(len(steps))):
         raise NotRunError("some of its steps are not recorded")
-    versions = {r["weight_version"] for r in tape.rows("forwards") if r["engine"] == engine}
-    if versions - {0, None}:
-        raise NotRunError(f"its weights were updated, to version {max(versions - {None})}")
     for sequence in tape:
         if sequence.key.engine == engine:
             _check_sequence(sequence)
@@ -112,6 +116,17 @@ def _check_sequence(sequence: Recorded) -> None:
         response = sequence.tokens.values[sequence.prompt_len :].tolist()
         if not response or response[-1] in response[:-1]:
             raise NotRunError(f"{sequence.id}: what ended it is not recorded")
+
+
+def changed_arguments(arguments: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
+    """Those of the arguments of an `LLM` that the switches `chunk` and `prefix_cache` change."""
+    changed: dict[str, Any] = {}
+    if changes.chunk is not None:
+        changed |= {"max_num_tokens": changes.chunk, "enable_chunked_prefill": True}
+    if not changes.prefix_cache:
+        cache = arguments.get("kv_cache_config") or {}
+        changed["kv_cache_config"] = {**cache, "enable_block_reuse": False}
+    return changed
 
 
 def engine_arguments(facts: Mapping[str, Any], model: str | None) -> dict[str, Any]:
@@ -137,6 +152,7 @@ def run(
     model: Any = None,
     device: str | None = None,
     provenance: Mapping[str, Any] | None = None,
+    checkpoints: Mapping[int, str] | None = None,
     arguments: Mapping[str, Any] | None = None,
     foreign_pins: bool = False,
 ) -> Execution:
@@ -149,6 +165,7 @@ def run(
         model: path of the model; by default as the tape names it.
         device: where TensorRT-LLM runs is what was installed: must be None.
         provenance: for the header of the new tape.
+        checkpoints: paths of weight versions.
         arguments: of the `LLM`, instead of the recorded ones.
         foreign_pins: take the tuner's choices of another device or library, too.
 
@@ -156,6 +173,7 @@ def run(
         NotRunError: the schedule cannot be laid out again; nothing is written.
         PinError: a choice of the tuner is not known here, or not for this device and library;
             nothing is left.
+        ModelMismatchError: a checkpoint is not the version that it was said to be; nothing is left.
         UsageError: no TensorRT-LLM rollout, it is not installed here or does not take the
             arguments.
     """
@@ -166,8 +184,14 @@ def run(
     engines = [e for e in source.engines if source.engine(e)["adapter"] == "tensorrt_llm"]
     if not engines:
         raise UsageError(f"{source.place} has no rollout of TensorRT-LLM", hint="--on its engine")
+    wanted, given = {}, {}
     for engine in engines:
         check_engine(source, engine)
+        wanted[engine] = weights_of(source, engine, changes, checkpoints or {}, model)
+        given[engine] = engine_arguments(source.engine(engine), wanted[engine].path)
+        given[engine] |= changed_arguments(given[engine], changes)
+    caches = [source.engine(e)["effective"].get("kv_cache_config") or {} for e in engines]
+    check_prefix_cache(changes, [cache.get("enable_block_reuse") for cache in caches])
     if sessions.active() is not None:
         raise UsageError("this process records already", hint="one recording at a time")
     _import()
@@ -178,35 +202,41 @@ def run(
     tested: dict[str, Any] = {}
     origins: dict[Key, Key] = {}
     others: list[str] = []
-    with variables(_IN_PROCESS):
-        for engine in engines:
-            facts = source.engine(engine)
-            chosen = engine_arguments(facts, changes.weights or model) | dict(arguments or {})
-            pins = Pins(source, engine, foreign=foreign_pins)
-            driver = None
-            try:
-                pins.install()
-                session = sessions.start(out, options)
-                _rolltape_hook.watch(_rolltape_hook.HOOKS)
-                driver = _Driver(_start(chosen, pins), source, pins)
-                origins |= driver.run(engine, recorded_steps(source, engine), changes.rows)
-                forwards += driver.loop.forwards
-                computed += driver.loop.computed
-                sessions.stop()
-                if session.dropped or session.faults:
-                    raise UsageError(f"it could not be recorded: {session.faults or 'dropped'}")
-                ended = time.time_ns()
-                tested = tested or _self_test(driver, source, engine, options)
-            except PinError:
-                sessions.stop()
-                shutil.rmtree(out)  # nobody should take what ran so far for a replay
-                raise
-            finally:
-                sessions.stop()
-                if driver is not None:
-                    driver.close()
-                pins.remove()
-            others += pins.others
+    warnings: list[str] = []
+    try:
+        with variables(_IN_PROCESS), hooks():
+            for engine in engines:
+                chosen = given[engine] | dict(arguments or {})
+                pins = Pins(source, engine, foreign=foreign_pins)
+                driver = None
+                try:
+                    pins.install()
+                    session = sessions.start(out, options)
+                    driver = _Driver(_start(chosen, pins), source, pins)
+                    weights, loaded = wanted[engine], driver.weights()
+                    warnings += weights.check(source, engine, loaded, str(chosen["model"]))
+                    origins |= driver.run(engine, recorded_steps(source, engine), changes)
+                    forwards += driver.loop.forwards
+                    computed += driver.loop.computed
+                    sessions.stop()
+                    if session.dropped or session.faults:
+                        text = f"it could not be recorded: {session.faults or 'dropped'}"
+                        raise UsageError(text)
+                    ended = time.time_ns()
+                    tested = tested or _self_test(driver, source, engine, options)
+                finally:
+                    sessions.stop()
+                    if driver is not None:
+                        driver.close()
+                    pins.remove()
+                others += pins.others
+                warnings += pins.differences
+    except (PinError, ModelMismatchError):
+        shutil.rmtree(out)  # nobody should take what ran so far for a replay
+        raise
+    except BaseException as error:
+        seal(out, status={"replay": "error", "error": f"{type(error).__name__}: {error}"})
+        raise
     name_origins(source, out, origins)
     seal(out, status={"replay": "ok"})
     return Execution(
@@ -215,12 +245,11 @@ def run(
         started_ns=started,
         ended_ns=ended,
         self_test=tested,
-        warnings=tuple(_warnings(computed, others)),
+        warnings=(*dict.fromkeys(warnings), *_warnings(computed, others)),
     )
 
 
 def _warnings(computed: int, others: Collection[str]) -> Iterator[str]:
-    yield "whether the weights are those of the recording was not checked"
     if computed:
         yield (
             f"{computed} logprobs are of tokens that the engine did not draw this time: they were "
@@ -325,17 +354,33 @@ class _Driver:
         self.loop.close()
         self._llm.shutdown()
 
-    def run(self, engine: str, steps: Sequence[Step], rows: int | None) -> dict[Key, Key]:
-        """Run the sequences of an engine: in the recorded steps, or so many at a time.
+    def weights(self) -> list[GroupDigest]:
+        """Digests of the weights that were loaded, as the recorder makes them."""
+        found = weights_digest(self._executor.model_engine.model)
+        return [
+            GroupDigest(
+                group="",
+                value=found.value,
+                tensors=found.tensors,
+                elements=found.elements,
+                reason=NOT_COMPARABLE,
+            )
+        ]
+
+    def run(self, engine: str, steps: Sequence[Step], changes: Changes) -> dict[Key, Key]:
+        """Run the sequences of an engine: in the recorded steps, or composed anew.
+
+        Composed anew they are handed in so many at a time, without the switch `batch` all at once.
 
         Returns:
             Sequence of the new tape -> the one that it runs again.
         """
         self.pins.strict = True
         mine = [s for s in self._tape if s.key.engine == engine]
-        if rows is not None:
+        if changes.composition:
             found: dict[Key, Key] = {}
             full = [s for s in mine if s.length > s.prompt_len]
+            rows = changes.rows or max(len(full), 1)
             for first in range(0, len(full), rows):
                 lot = [[s] for s in full[first : first + rows]]
                 found |= self._run(lot, steps=None)

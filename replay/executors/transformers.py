@@ -22,10 +22,10 @@ from rolltape.recorder import transformers as adapter
 from rolltape.recorder.force import LIVE, Force
 from rolltape.recorder.options import Options
 from rolltape.replay.executors.conditions import as_recorded
+from rolltape.replay.executors.lots import Lot, plan_weights
 from rolltape.replay.executors.protocol import Changes, Execution, NotRunError
-from rolltape.replay.models import load_model, versions_of_model
 from rolltape.replay.reproduction import reproduction
-from rolltape.replay.schedule import Call, Refused, read_schedule, regrouped
+from rolltape.replay.schedule import Call, Refused, read_schedule
 from rolltape.store import ForcingError, Tape, UsageError, codecs, create_tape, seal
 from rolltape.store import open as open_tape
 
@@ -53,6 +53,7 @@ def run(
     model: Any = None,
     device: str | None = None,
     provenance: Mapping[str, Any] | None = None,
+    checkpoints: Mapping[int, str] | None = None,
 ) -> Execution:
     """Run the schedule of a tape again and write what was recorded as a new tape.
 
@@ -62,6 +63,7 @@ def run(
         changes: made on purpose.
         model: a loaded transformers model on its device, or a path; by default what the tape names.
         device: torch device; by default of the kind that was recorded.
+        checkpoints: paths of weight versions; calls of the others run with `model`.
         provenance: for the header of the new tape.
 
     Raises:
@@ -70,61 +72,36 @@ def run(
         ModelMismatchError: the model is not the one of the tape, and `changes` does not say so.
         ForcingError: forcing a run's own tokens changes its values.
     """
+    if not changes.prefix_cache:
+        raise UsageError("switch prefix_cache=off: generate() of transformers has no prefix cache")
     schedule = read_schedule(source)
-    refused = list(schedule.refused)
     if not schedule.calls:
-        why = refused[0].reason if refused else "it has no calls"
+        why = schedule.refused[0].reason if schedule.refused else "it has no calls"
         raise NotRunError(f"no call can be laid out again: {why}")
-    if changes.weights is not None and model is not None:
-        raise UsageError("the switch weights=PATH and a model are given", hint="give one of them")
-    name = changes.weights or model
-    if name is None or isinstance(name, str):
-        place = device or _device(source, schedule.calls[0].engine)
-        model, name = load_model(source, model=name, device=place)
-    else:
-        name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-    calls = list(schedule.calls)
-    warnings: list[str] = []
-    if changes.weights is None:
-        calls, others, warnings = _of_these_weights(source, calls, model, name)
-        refused += others
-    if changes.rows is not None:
-        calls = regrouped(calls, changes.rows)
-    return execute(
-        source, out, calls, model, name, refused=refused, warnings=warnings, provenance=provenance
+    calls = [_with_chunk(call, changes.chunk) for call in schedule.calls]
+    plan = plan_weights(
+        source,
+        calls,
+        changes=changes,
+        checkpoints=checkpoints or {},
+        model=model,
+        device=device,
+    )
+    return _execute(
+        source,
+        out,
+        plan.lots,
+        refused=(*schedule.refused, *plan.refused),
+        warnings=plan.warnings,
+        provenance=provenance,
     )
 
 
-def _device(source: Tape, engine: str) -> str:
-    recorded = str(source.engine(engine).get("device") or "cpu").partition(":")[0]
-    if recorded == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            f"{source.place} was recorded on {recorded}, which is not here",
-            hint="--device cpu runs it there; other bits are to be expected",
-        )
-    return recorded
-
-
-def _of_these_weights(
-    source: Tape, calls: list[Call], model: Any, name: str
-) -> tuple[list[Call], list[Refused], list[str]]:
-    """The calls that the weights of a model made, those that others made, and warnings."""
-    kept: list[Call] = []
-    others: list[Refused] = []
-    warnings: list[str] = []
-    for engine in dict.fromkeys(call.engine for call in calls):
-        versions, warned = versions_of_model(source, model, engine, name)
-        warnings += [text for text in warned if text not in warnings]
-        for call in (c for c in calls if c.engine == engine):
-            if versions is None or call.weight_version in versions:
-                kept.append(call)
-                continue
-            reason = f"weight version {call.weight_version} made it, {name} is another"
-            keys = tuple(row.key for row in call.rows)
-            others.append(Refused(engine=engine, number=call.number, keys=keys, reason=reason))
-    if not kept:
-        raise NotRunError(f"no call can be laid out again: {others[0].reason}")
-    return kept, others, warnings
+def _with_chunk(call: Call, chunk: int | None) -> Call:
+    """The call with its prompts taken in pieces of so many columns."""
+    if chunk is None:
+        return call
+    return replace(call, settings={**call.settings, "prefill_chunk_size": chunk})
 
 
 def execute(
@@ -152,19 +129,47 @@ def execute(
         provenance: for the header of the new tape.
         tested: what `self_test` found of this model, where that is known.
     """
-    options = _options(source, calls)
-    tested = self_test(source, calls[0], model, options) if tested is None else dict(tested)
+    return _execute(
+        source,
+        out,
+        [Lot(calls=tuple(calls), load=lambda: (model, name))],
+        refused=refused,
+        warnings=warnings,
+        provenance=provenance,
+        tested=tested,
+    )
+
+
+def _execute(
+    source: Tape,
+    out: Path,
+    lots: Sequence[Lot],
+    *,
+    refused: Sequence[Refused] = (),
+    warnings: Sequence[str] = (),
+    provenance: Mapping[str, Any] | None = None,
+    tested: Mapping[str, Any] | None = None,
+) -> Execution:
+    model, _ = lots[0].load()
+    if tested is None:
+        calls = lots[0].calls
+        tested = self_test(source, calls[0], model, _options(source, calls))
+    del model  # another lot loads another one
     create_tape(out, role="rollout", parent=source.uuid, provenance=provenance)
-    started = time.time_ns()
+    started, forwards, names = time.time_ns(), 0, list[str]()
     try:
-        forwards = _run_all(source, out, calls, model, options)
+        for lot in lots:
+            model, name = lot.load()
+            names.append(name)
+            forwards += _run_all(source, out, lot.calls, model, _options(source, lot.calls))
+            del model
     except BaseException as error:
         seal(out, status={"replay": "error", "error": f"{type(error).__name__}: {error}"})
         raise
     ended = time.time_ns()
-    seal(out, status={"replay": "ok", "forwards": forwards, "self_test": tested})
+    seal(out, status={"replay": "ok", "forwards": forwards, "self_test": dict(tested)})
     return Execution(
-        model=name,
+        model=", ".join(dict.fromkeys(names)),
         forwards=forwards,
         started_ns=started,
         ended_ns=ended,
@@ -302,8 +307,9 @@ def _recording(root: Path, options: Options) -> Iterator[None]:
     if session.active() is not None:
         raise UsageError("this process records already", hint="re-execute in a process of its own")
     session.start(root, options)
-    bound = adapter.bind()
+    bound = False
     try:
+        bound = adapter.bind()
         yield
     finally:
         session.stop()

@@ -9,6 +9,7 @@ and named, not papered over.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -18,14 +19,21 @@ from typing import Any
 import numpy as np
 
 from rolltape.recorder import session as sessions
-from rolltape.recorder.inject import _rolltape_hook
+from rolltape.recorder.digest import GroupDigest, group_digests
 from rolltape.recorder.options import Options
+from rolltape.recorder.parts_vllm import parts_of_vllm
 from rolltape.recorder.patches import Patches
 from rolltape.replay.executors.protocol import Changes, Execution, NotRunError
-from rolltape.replay.executors.serving import name_origins, variables
+from rolltape.replay.executors.serving import (
+    check_prefix_cache,
+    hooks,
+    name_origins,
+    variables,
+    weights_of,
+)
 from rolltape.replay.executors.vllm_forcing import Forcing
 from rolltape.replay.serving_steps import Step, recorded_steps
-from rolltape.store import Tape, UsageError, create_tape, seal
+from rolltape.store import ModelMismatchError, Tape, UsageError, create_tape, seal
 from rolltape.store import open as open_tape
 from rolltape.store.keys import Key
 
@@ -94,6 +102,31 @@ def engine_arguments(facts: Mapping[str, Any], model: str | None) -> dict[str, A
     return arguments
 
 
+def changed_arguments(effective: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
+    """Arguments of an engine that the switches `chunk` and `prefix_cache` change.
+
+    Args:
+        effective: settings in force when it was recorded.
+        changes: made on purpose.
+
+    Raises:
+        UsageError: the engine could not do it.
+    """
+    changed: dict[str, Any] = {}
+    if changes.chunk is not None:
+        most = effective.get("max_num_seqs") or 0
+        if changes.chunk < most:
+            raise UsageError(
+                f"switch chunk={changes.chunk}: a step of vLLM takes a token of each of up to "
+                f"max_num_seqs={most} sequences",
+                hint=f"chunk={most} or more",
+            )
+        changed |= {"max_num_batched_tokens": changes.chunk, "enable_chunked_prefill": True}
+    if not changes.prefix_cache:
+        changed["enable_prefix_caching"] = False
+    return changed
+
+
 def run(
     source: Tape,
     out: Path,
@@ -102,6 +135,7 @@ def run(
     model: Any = None,
     device: str | None = None,
     provenance: Mapping[str, Any] | None = None,
+    checkpoints: Mapping[int, str] | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Execution:
     """Run the schedule of a tape again and write what was recorded as a new tape.
@@ -113,12 +147,14 @@ def run(
         model: path of the model; by default as the tape names it.
         device: where vLLM runs is what was installed: must be None.
         provenance: for the header of the new tape.
-        arguments: of the engine, instead of the recorded ones; for example another
-            `max_num_batched_tokens`.
+        checkpoints: paths of weight versions.
+        arguments: of the engine, instead of the recorded ones.
 
     Raises:
         NotRunError: the schedule cannot be laid out again; nothing is written.
-        UsageError: no vLLM rollout, vLLM is not installed here or does not take the arguments.
+        ModelMismatchError: a checkpoint is not the version that it was said to be; nothing is left.
+        UsageError: no vLLM rollout, a switch that it cannot do, vLLM is not installed here or does
+            not take the arguments.
     """
     if device is not None:
         raise UsageError(f"device {device}: vLLM runs on the device that it is built for")
@@ -127,8 +163,13 @@ def run(
     engines = [e for e in source.engines if source.engine(e)["adapter"] == "vllm"]
     if not engines:
         raise UsageError(f"{source.place} has no rollout of vLLM", hint="--on its engine")
+    wanted, others = {}, {}
     for engine in engines:
         check_engine(source, engine)
+        wanted[engine] = weights_of(source, engine, changes, checkpoints or {}, model)
+        others[engine] = changed_arguments(source.engine(engine)["effective"], changes)
+    in_force = [source.engine(e)["effective"].get("enable_prefix_caching") for e in engines]
+    check_prefix_cache(changes, in_force)
     if sessions.active() is not None:
         raise UsageError("this process records already", hint="one recording at a time")
     if importlib.util.find_spec("vllm") is None:  # before anything is written
@@ -137,26 +178,37 @@ def run(
     options = Options(level=level, on_full="block")
     create_tape(out, role="rollout", parent=source.uuid, provenance=dict(provenance or {}))
     started, forwards, tested = time.time_ns(), 0, dict[str, Any]()
-    with variables(IN_PROCESS):
-        for engine in engines:
-            facts = source.engine(engine)
-            chosen = engine_arguments(facts, changes.weights or model) | dict(arguments or {})
-            driver = None
-            session = sessions.start(out, options)
-            _rolltape_hook.watch(_rolltape_hook.HOOKS)
-            try:
-                driver = _Driver(_start(chosen), source)
-                driver.run(engine, recorded_steps(source, engine), changes.rows)
-                forwards += driver.steps
-                sessions.stop()
-                if session.dropped or session.faults:
-                    raise UsageError(f"it could not be recorded: {session.faults or 'dropped'}")
-                ended = time.time_ns()
-                tested = tested or _self_test(driver, source, engine, options)
-            finally:
-                sessions.stop()
-                if driver is not None:
-                    driver.close()
+    warnings: list[str] = []
+    try:
+        with variables(IN_PROCESS), hooks():
+            for engine in engines:
+                weights, facts = wanted[engine], source.engine(engine)
+                chosen = engine_arguments(facts, weights.path) | others[engine]
+                chosen |= dict(arguments or {})
+                driver = None
+                session = sessions.start(out, options)
+                try:
+                    driver = _Driver(_start(chosen), source)
+                    loaded = driver.weights()
+                    warnings += weights.check(source, engine, loaded, str(chosen["model"]))
+                    driver.run(engine, recorded_steps(source, engine), changes)
+                    forwards += driver.steps
+                    sessions.stop()
+                    if session.dropped or session.faults:
+                        text = f"it could not be recorded: {session.faults or 'dropped'}"
+                        raise UsageError(text)
+                    ended = time.time_ns()
+                    tested = tested or _self_test(driver, source, engine, options)
+                finally:
+                    sessions.stop()
+                    if driver is not None:
+                        driver.close()
+    except ModelMismatchError:
+        shutil.rmtree(out)
+        raise
+    except BaseException as error:
+        seal(out, status={"replay": "error", "error": f"{type(error).__name__}: {error}"})
+        raise
     name_origins(source, out, _origins(source, out, engines))
     seal(out, status={"replay": "ok"})
     return Execution(
@@ -165,7 +217,7 @@ def run(
         started_ns=started,
         ended_ns=ended,
         self_test=tested,
-        warnings=("whether the weights are those of the recording was not checked",),
+        warnings=tuple(dict.fromkeys(warnings)),
     )
 
 
@@ -193,7 +245,8 @@ def _self_test(driver: _Driver, source: Tape, engine: str, options: Options) -> 
     tokens = [[t for t, _ in row] for row in own]
     if [[t for t, _ in row] for row in again] != tokens:
         return {"neutral": False, "control": None, "reason": "the tokens could not be forced"}
-    return {"neutral": again == own, "control": control != own, "reason": "forcing is not neutral"}
+    reason = "forcing is not neutral" if again != own else "a changed prompt changed nothing"
+    return {"neutral": again == own, "control": control != own, "reason": reason}
 
 
 def _start(arguments: dict[str, Any]) -> Any:
@@ -223,9 +276,14 @@ class _Driver:
     def __init__(self, engine: Any, tape: Tape) -> None:
         self._engine = engine
         self._sequences = {s.key: s for s in tape}
-        core = engine.engine_core.engine_core
-        self._scheduler = core.scheduler
-        self._forcing = Forcing(core.model_executor.driver_worker.worker.model_runner)
+        try:
+            core = engine.engine_core.engine_core
+            self._scheduler = core.scheduler
+            self._runner = core.model_executor.driver_worker.worker.model_runner
+        except AttributeError as error:
+            engine.engine_core.shutdown()
+            raise UsageError("the worker of this vLLM is not in this process") from error
+        self._forcing = Forcing(self._runner)
         self._tokens = self._forcing.tokens
         self._inside: dict[Key, str] = {}
         self._keys: dict[str, Key] = {}
@@ -244,12 +302,19 @@ class _Driver:
         """Steps that ran something."""
         return len(self._seen)
 
-    def run(self, engine: str, steps: Sequence[Step], rows: int | None) -> None:
-        """Run the sequences of an engine: in the recorded steps, or so many at a time."""
-        if rows is None:
-            self._run_steps(steps)
+    def weights(self) -> list[GroupDigest]:
+        """Digests of the weights that were loaded, as the recorder makes them."""
+        return group_digests(parts_of_vllm(self._runner.get_model(), tp_rank=0, tp_size=1))
+
+    def run(self, engine: str, steps: Sequence[Step], changes: Changes) -> None:
+        """Run the sequences of an engine: in the recorded steps, or composed anew."""
+        if changes.rows is not None:
+            mine = [key for key in self._sequences if key.engine == engine]
+            self._run_freely(mine, changes.rows)
+        elif changes.composition:
+            self._run_as_they_came(steps)
         else:
-            self._run_freely([key for key in self._sequences if key.engine == engine], rows)
+            self._run_steps(steps)
 
     def _run_steps(self, steps: Sequence[Step]) -> None:
         """Lay the steps out one after another, up to the first that the engine takes otherwise.
@@ -272,13 +337,29 @@ class _Driver:
             lot = [key for key in keys[first : first + rows] if self._sequences[key].length]
             for key in lot:
                 self._add(key)
-            while self._engine.has_unfinished_requests():
-                self._engine.step()
-                requests = self._scheduler.requests
-                # where the recorded one was aborted, the engine would go on with its own tokens
-                full = [n for n, r in requests.items() if r.num_tokens >= len(self._tokens[n])]
-                if full:
-                    self._engine.abort_request(full, internal=True)
+            self._run_out()
+
+    def _run_as_they_came(self, steps: Sequence[Step]) -> None:
+        """Add each request at the step in which it first ran; which tokens a step has is free."""
+        for step in steps:
+            for part in step.parts:
+                if part.key not in self._inside and self._sequences[part.key].length:
+                    self._add(part.key)
+            self._step_freely()
+        self._run_out()
+
+    def _run_out(self) -> None:
+        while self._engine.has_unfinished_requests():
+            self._step_freely()
+
+    def _step_freely(self) -> None:
+        """A step, and an end for what has all of its recorded tokens."""
+        self._engine.step()
+        requests = self._scheduler.requests
+        # where the recorded one was aborted, the engine would go on with its own tokens
+        full = [n for n, r in requests.items() if r.num_tokens >= len(self._tokens[n])]
+        if full:
+            self._engine.abort_request(full, internal=True)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], forced: list[list[tuple[int, float]]] | None

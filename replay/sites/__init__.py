@@ -15,7 +15,7 @@
 | `layers.N.out` | residual stream behind the layer |
 | `norm`, `logits` | |
 
-A family file says what differs. `rolltape.replay.site_errors.site_order` sorts sites as they run.
+A family file says what differs. `rolltape.store.sites.site_order` sorts sites as they run.
 """
 
 from rolltape.replay.sites.find import known_families, select_sites, sites_of

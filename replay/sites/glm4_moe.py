@@ -9,6 +9,7 @@ from rolltape.replay.sites.decoder import (
     Q_NORM,
     SHARED,
     VLLM_AFTER,
+    VLLM_K_NORM,
     transformers_layer,
     vllm_layer,
 )
@@ -28,7 +29,7 @@ VLLM = Family(
     layer={
         **_LAYER,
         "q": (Q_NORM, _LAYER["q"]),  # type: ignore[dict-item]
-        "k": (K_NORM, _LAYER["k"]),  # type: ignore[dict-item]
+        "k": (VLLM_K_NORM, _LAYER["k"]),  # type: ignore[dict-item]
     },
     after=VLLM_AFTER,
     checked="vLLM 0.32 on a CPU",

@@ -1,16 +1,29 @@
 """GPT-OSS: the router is called `router`, attention has sinks and windows.
 
-There is no map for vLLM: its kernels for the quantised weights of this family do not run on a CPU,
-so that a map could not be checked.
+vLLM calls the embeddings `embedding` and the attention block `attn`. Its experts may return padded
+columns behind those of the hidden state, which are left out.
 """
 
-from rolltape.replay.sites.decoder import transformers_layer
-from rolltape.replay.sites.places import Family, output
+from rolltape.replay.sites.decoder import VLLM_AFTER, transformers_layer, vllm_layer
+from rolltape.replay.sites.places import Family, columns, output
 
 TRANSFORMERS = Family(
     types=("gpt_oss",),
     layer=transformers_layer(
-        feed_forward={"router": output("mlp.router"), "experts": output("mlp.experts")}
+        feed_forward={"router": output("mlp.router"), "experts": output("mlp.experts")},
+        split=False,
     ),
 )
-VLLM = None
+VLLM = Family(
+    types=("gpt_oss",),
+    before={"embed": output("model.embedding")},
+    layer=vllm_layer(
+        block="attn",
+        feed_forward={
+            "router": output("mlp.router"),
+            "experts": columns("mlp.experts", (), ("hidden_size",)),
+        },
+    ),
+    after=VLLM_AFTER,
+    checked="vLLM 0.32 on a CPU",
+)

@@ -1,4 +1,4 @@
-"""Llama, dense; Mistral and Qwen2 are built the same in transformers."""
+"""Llama, dense; Mistral and Qwen2 are built the same."""
 
 from rolltape.replay.sites.decoder import DENSE, VLLM_AFTER, transformers_layer, vllm_layer
 from rolltape.replay.sites.places import Family
@@ -7,7 +7,7 @@ TRANSFORMERS = Family(
     types=("llama", "mistral", "qwen2"), layer=transformers_layer(feed_forward=DENSE)
 )
 VLLM = Family(
-    types=("llama",),
+    types=("llama", "mistral", "qwen2"),
     layer=vllm_layer(feed_forward=DENSE),
     after=VLLM_AFTER,
     checked="vLLM 0.32 on a CPU",

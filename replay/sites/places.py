@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -27,6 +28,13 @@ class Place:
         dims: trailing dimensions that make up the width of a row.
         part: columns [start, stop) of the row; None is all of it. The names of attributes of the
             module's parent, added up, until `resolve` made numbers of them.
+        split: the columns lie spread over the ranks of tensor parallelism, in their order; else
+            every rank holds the whole row.
+        copies: neighbouring ranks that hold the same columns of what is split; the name of an
+            attribute of the module's parent until `resolve` made a number of it.
+        paired: trailing columns of each head in which the two halves of a rotation alternate; rows
+            have the first halves in front of the second ones, as transformers rotates. A name
+            until `resolve`, like `copies`.
     """
 
     module: str
@@ -34,18 +42,28 @@ class Place:
     index: int = 0
     dims: int = 1
     part: tuple[Any, Any] | None = None
+    split: bool = False
+    copies: Any = 1
+    paired: Any = 0
 
     def resolve(self, path: str, parent: Any) -> Place:
-        """The same place at its full path, with the columns of `part` as numbers."""
-        if self.part is None:
-            return replace(self, module=path)
-        start, stop = (sum(int(getattr(parent, name)) for name in names) for names in self.part)
-        return replace(self, module=path, part=(start, stop))
+        """The same place at its full path, with numbers for the names of attributes."""
+
+        def number(name: Any) -> int:
+            return int(attrgetter(name)(parent) if isinstance(name, str) else name)
+
+        part = self.part
+        if part is not None:
+            part = (sum(map(number, part[0])), sum(map(number, part[1])))
+        copies, paired = number(self.copies), number(self.paired)
+        return replace(self, module=path, part=part, copies=copies, paired=paired)
 
     def rows(self, value: torch.Tensor) -> torch.Tensor:
         """Rows [R, width] of the tensor that passes by; a view where that is possible."""
         if self.port == "attention":
             value = value.transpose(1, 2)
+        if self.paired:
+            value = _parted(value, self.paired)
         flat = value.reshape(-1, prod(value.shape[value.dim() - self.dims :]))
         return flat if self.part is None else flat[:, slice(*self.part)]
 
@@ -58,11 +76,29 @@ class Place:
             whole = value.reshape(-1, prod(value.shape[value.dim() - self.dims :])).clone()
             whole[:, slice(*self.part)] = rows
             rows = whole
+        if self.paired:
+            rows = _alternating(rows.reshape(value.shape), self.paired)
         new = value.detach().clone()  # keeps the strides of a dense tensor
         if self.port == "attention":
             batch, heads, columns, size = value.shape
             return new.copy_(rows.reshape(batch, columns, heads, size).transpose(1, 2))
         return new.copy_(rows.reshape(value.shape))
+
+
+def _parted(value: torch.Tensor, n: int) -> torch.Tensor:
+    """The even ones of the last n columns, then the odd ones."""
+    import torch
+
+    last = value[..., -n:]
+    return torch.cat([value[..., :-n], last[..., ::2], last[..., 1::2]], -1)
+
+
+def _alternating(value: torch.Tensor, n: int) -> torch.Tensor:
+    """What `_parted` was made of."""
+    new = value.clone()
+    new[..., value.shape[-1] - n :: 2] = value[..., -n : -n // 2]
+    new[..., value.shape[-1] - n + 1 :: 2] = value[..., -n // 2 :]
+    return new
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,3 +148,8 @@ def attention(module: str, index: int) -> Place:
 def columns(module: str, start: tuple[str, ...], stop: tuple[str, ...]) -> Place:
     """Columns of a fused projection; both ends are sums of attributes of the module's parent."""
     return Place(module=module, part=(start, stop))
+
+
+def sharded(place: Place, copies: str | int = 1) -> Place:
+    """The same place, its columns spread over the ranks of tensor parallelism."""
+    return replace(place, split=True, copies=copies)

@@ -5,6 +5,7 @@ from rolltape.replay.sites.decoder import (
     MOE_OR_DENSE,
     Q_NORM,
     VLLM_AFTER,
+    VLLM_K_NORM,
     transformers_layer,
     vllm_layer,
 )
@@ -15,7 +16,7 @@ TRANSFORMERS = Family(
 )
 VLLM = Family(
     types=("qwen3_moe",),
-    layer=vllm_layer(q=Q_NORM, k=K_NORM, feed_forward=MOE_OR_DENSE),
+    layer=vllm_layer(q=Q_NORM, k=VLLM_K_NORM, feed_forward=MOE_OR_DENSE),
     after=VLLM_AFTER,
     checked="vLLM 0.32 on a CPU",
 )

@@ -11,7 +11,7 @@ request in row order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,19 +44,29 @@ class EngineTaps:
     Args:
         model: what the model runner of the engine runs: `model_runner.get_model()`.
         sites: patterns as in `rolltape.replay.sites.select_sites`.
+        tokens: keep only the rows of a prompt of these ids, where it runs whole in one forward; its
+            logits are not kept.
 
     Raises:
         UsageError: no map for the model in vLLM, or no such site.
     """
 
-    def __init__(self, model: nn.Module, sites: str | Iterable[str] = "*") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: str | Iterable[str] = "*",
+        *,
+        tokens: Sequence[int] | None = None,
+    ) -> None:
+        self._wanted = None if tokens is None else torch.tensor(list(tokens))
+        self._rows: slice | None = slice(None)
         places = sites_of(model, "vllm")
-        chosen = {site: places[site] for site in select_sites(places, sites)}
+        self.places = {site: places[site] for site in select_sites(places, sites)}
         self._forwards: list[EngineForward] = []
         self._stack = ExitStack()
         before = model.register_forward_pre_hook(self._begin, with_kwargs=True)
         self._stack.callback(before.remove)
-        self._stack.enter_context(attached(model, chosen, self._look))
+        self._stack.enter_context(attached(model, self.places, self._look))
 
     def forwards(self) -> list[EngineForward]:
         """The forwards since the last call."""
@@ -70,12 +80,28 @@ class EngineTaps:
     def _begin(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
-        forward = EngineForward(tokens=_host(tokens), positions=_host(positions))
-        self._forwards.append(forward)
+        own, at = _host(tokens), _host(positions)
+        if self._wanted is not None:
+            self._rows = _rows_of(self._wanted, own, at)
+        if self._rows is not None:
+            self._forwards.append(EngineForward(tokens=own[self._rows], positions=at[self._rows]))
 
     def _look(self, site: str, rows: torch.Tensor) -> None:
+        if self._rows is None or (self._wanted is not None and site == "logits"):
+            return
         # the logits of prompt logprobs come after those that are sampled from
-        self._forwards[-1].sites.setdefault(site, rows.detach().to("cpu", copy=True))
+        kept = rows[self._rows].detach().to("cpu", copy=True)
+        self._forwards[-1].sites.setdefault(site, kept)
+
+
+def _rows_of(wanted: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> slice | None:
+    """The rows of a prompt that runs whole; None if it does not."""
+    n = len(wanted)
+    for first in (positions == 0).nonzero().flatten().tolist():
+        rows = slice(first, first + n)
+        if torch.equal(tokens[rows], wanted) and torch.equal(positions[rows], torch.arange(n)):
+            return rows
+    return None
 
 
 def _host(values: torch.Tensor) -> torch.Tensor:

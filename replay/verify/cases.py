@@ -81,7 +81,8 @@ class CaseResult:
         applies: whether this engine, model and machine have what it is about.
         comparisons: one for each execution.
         first: the comparison that the verdict rests on; None unless it failed.
-        site: the first differing site: site, sequence, position, step; or `{"reason": ...}`.
+        site: the first differing site: site, sequence, position, step; or `{"reason": ...}`. Of
+            `tp` also `replicas`: where ranks disagree that hold the same, or None.
         repeatable: whether the execution that failed has the same values when it is run again;
             None where that is not known.
         seconds: that it took.

@@ -82,8 +82,27 @@ def verify(
 
         click.echo(json.dumps(jsonable(report.as_dict()), allow_nan=False, indent=1))
     else:
-        print_report(report)
+        print_report(report, command=_again(engine, model, prompts, tokens, length, seed, device,
+                                            settings))  # fmt: skip
     return report.exit_status
+
+
+def _again(
+    engine: str,
+    model: str,
+    prompts: int,
+    tokens: int,
+    length: int | None,
+    seed: int,
+    device: str | None,
+    settings: tuple[str, ...],
+) -> list[str]:
+    """The command line without cases and dtype."""
+    words = ["rolltape", "verify", "--engine", engine, model]
+    words += ["--prompts", str(prompts), "--tokens", str(tokens), "--seed", str(seed)]
+    words += ["--length", str(length)] if length is not None else []
+    words += ["--device", device] if device is not None else []
+    return words + [word for setting in settings for word in ("--set", setting)]
 
 
 def _arguments(settings: tuple[str, ...]) -> dict[str, Any]:

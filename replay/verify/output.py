@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from rolltape.replay.verify.cases import CaseResult, Report
@@ -23,7 +23,8 @@ def summary(case: CaseResult) -> str:
     """The first token and the first site of a case that failed; else the reason."""
     if case.first is None or case.first.first is None:
         return case.reason
-    lines = [f"{case.first.variant}: {place_of(case.first.shown)}", f"site: {site_of(case)}"]
+    where, values = _parts_of(case.first.shown)
+    lines = [f"{case.first.variant}: {where}", values, f"site: {site_of(case)}"]
     if case.repeatable is False:
         lines.append(f"{case.first.variant} twice differs, too")
     return "\n".join(lines)
@@ -40,31 +41,54 @@ def details(case: CaseResult) -> str:
 
 
 def place_of(found: Mapping[str, Any]) -> str:
-    """A difference: what, where, and both values as hex digits."""
+    """A difference: what, where, how far apart, and both values as hex digits."""
+    return ", ".join(_parts_of(found))
+
+
+def _parts_of(found: Mapping[str, Any]) -> tuple[str, str]:
+    """Where a difference is, and its values."""
     what = "" if found["what"] == "raw" else f"{found['what']} of layer {found['layer']}, "
+    sides = found["recorded"], found["found"]
     values = " -> ".join(
-        "missing" if value is None else str(value["hex"] or value["decimal"])
-        for value in (found["recorded"], found["found"])
+        "missing" if value is None else str(value["hex"] or value["decimal"]) for value in sides
     )
     ulp = f" ({found['ulp']:,} ulp)" if found["ulp"] is not None else ""
     place = f"{found['sequence']} position {found['position']} step {found['step']}"
-    return f"{what}{place}, {values}{ulp}"
+    return f"{what}{place}", f"{_delta(found)}{values}{ulp}"
+
+
+def _delta(found: Mapping[str, Any]) -> str:
+    """How far two logprobs are apart; empty for anything else, or where one is not there."""
+    sides = [(found[side] or {}).get("decimal") for side in ("recorded", "found")]
+    if found["what"] != "raw" or None in sides:
+        return ""
+    recorded, other = (float(str(side)) for side in sides)
+    return f"|delta| {abs(other - recorded):.3g} nats, "
 
 
 def site_of(case: CaseResult) -> str:
-    """The first differing site, or why it is not known."""
+    """The first differing site, or why it is not known; ranks whose replicas disagree."""
     site = case.site
     if site is None:
         return "not looked for"
+    replicas = f"; {site['replicas']}" if site.get("replicas") else ""
     if "site" not in site:
-        return str(site["reason"])
+        return f"{site['reason']}{replicas}"
     place = f"{site['sequence']} position {site['position']} step {site['step']}"
-    return f"{site['site']}, {place}"
+    return f"{site['site']}, {place}{replicas}"
 
 
-def print_report(report: Report, console: Console | None = None) -> None:
-    """Print the table."""
-    console = console or Console(highlight=False)
+def print_report(
+    report: Report, console: Console | None = None, *, command: Sequence[str] = ()
+) -> None:
+    """Print a case a line, the first difference below it, and what to run next.
+
+    Args:
+        report: of the suite.
+        console: where to; by default standard output. Lines are not wrapped.
+        command: arguments that run the suite again, without cases and dtype.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
     facts = report.facts
     console.print(
         Text(
@@ -72,18 +96,35 @@ def print_report(report: Report, console: Console | None = None) -> None:
             f"{facts['prompts']} prompts, {facts['tokens']} tokens each, seed {facts['seed']}"
         )
     )
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("case", "verdict", "first difference"):
-        table.add_column(name, no_wrap=name != "first difference")
+    console.print(Text(f"{'case':<16}{'verdict':<9}first difference"))
     for case in report.cases:
-        verdict = Text(case.verdict.upper() if case.verdict == "failed" else case.verdict)
-        verdict.stylize(_STYLES[case.verdict])
-        table.add_row(Text(case.case), verdict, Text(summary(case)))
-    console.print(table)
+        first, *more = summary(case).split("\n")
+        word = case.verdict.upper() if case.verdict == "failed" else case.verdict
+        line = Text(f"{case.case:<16}").append(f"{word:<9}", _STYLES[case.verdict]).append(first)
+        console.print(line)
+        for text in more:
+            console.print(Text(f"{'':<25}{text}"))
     counts = [
         f"{sum(case.verdict == verdict for case in report.cases)} {verdict}" for verdict in _STYLES
     ]
     console.print(Text(", ".join(counts)))
+    following = _next(report, command)
+    if following is not None:
+        console.print(Text(f"next: {following}"))
+
+
+def _next(report: Report, command: Sequence[str]) -> str | None:
+    """What tells more of the cases that failed; None if none did."""
+    failed = [case.case for case in report.cases if case.verdict == "failed"]
+    if not failed or not command:
+        return None
+    cases = [word for name in failed for word in ("--case", name)]
+    dtype = report.facts.get("dtype")
+    if report.facts["engine"] == "transformers" and dtype != "float64":
+        # rounding is gone there: what still fails is a different computation
+        return shlex.join([*command, "--dtype", "float64", *cases])
+    same = ["--dtype", str(dtype)] if dtype else []
+    return shlex.join([*command, *same, *cases, "--json"])
 
 
 def write_junit(report: Report, path: Path) -> None:

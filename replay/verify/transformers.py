@@ -27,8 +27,9 @@ from rolltape.replay.verify.cases import CONTROL, Comparison, NotApplicableError
 from rolltape.replay.verify.compare import Values, compare
 from rolltape.replay.verify.first_site import find
 from rolltape.replay.verify.prompts import Workload
+from rolltape.replay.verify.rank_sites import part_at, watching
 from rolltape.replay.verify.teacher import Rows, teacher_forced, values_of
-from rolltape.replay.verify.tensor_parallel import two_ranks
+from rolltape.replay.verify.tensor_parallel import two_ranks, two_ranks_sites
 from rolltape.store import ForcingError, Tape, UsageError
 from rolltape.store.keys import Key
 
@@ -303,7 +304,7 @@ class Bench:
         if case == "routes":
             return {"reason": "not looked for: what differs is the choice of experts itself"}
         if case == "tp":
-            return {"reason": "not looked for: the other side ran in other processes"}
+            return self._rank_site(comparison)
         key = self._rows[str(comparison.shown["sequence"])]
         watched: set[str] | None = {key.text}
         steps = int(comparison.shown["step"]) - self.call.first_step + 1
@@ -327,6 +328,24 @@ class Bench:
         except UsageError as error:
             return {"reason": f"not looked for: {error}"}
         return {"reason": f"not found: with taps, {_LOOKS} pairs of runs agreed"}
+
+    def _rank_site(self, comparison: Comparison) -> Mapping[str, Any]:
+        """The first site at which two ranks part from one, in one forward of the same rows."""
+        name = str(comparison.shown["sequence"])
+        index = [values.id for values in self._values].index(name)
+        rows = Rows.of(self.call)
+        try:
+            with watching(self.model, rows, index) as one:
+                teacher_forced(self.model, rows)
+            two, replicas = two_ranks_sites(
+                self.name, rows, index, dtype=str(self.model.dtype),
+                device=self.model.device.type, folder=self._next("ranks"),
+            )  # fmt: skip
+        except (UsageError, NotApplicableError) as error:
+            return {"reason": f"not looked for: {error}"}
+        found = part_at(one, two, replicas)
+        # the forward is that of a trainer: it has no steps, but it belongs to the first of the call
+        return {**found, "sequence": name, "step": self.call.first_step}
 
     def _other(
         self, case: str, variant: str, key: Key, steps: int

@@ -20,8 +20,9 @@ from rolltape.replay.verify.cases import CONTROL, Comparison, NotApplicableError
 from rolltape.replay.verify.compare import Values, compare
 from rolltape.replay.verify.first_site import Trace, first_site
 from rolltape.replay.verify.prompts import LONGEST, Workload
+from rolltape.replay.verify.rank_sites import part_at
 from rolltape.replay.verify.vllm_force import Inside, check_eager
-from rolltape.replay.verify.vllm_second import NAME, second_engine
+from rolltape.replay.verify.vllm_second import NAME, kept_sites, second_engine, sites_of_second
 from rolltape.store import Sequence as TapeSequence
 from rolltape.store import Tape, UsageError
 from rolltape.store.columns import Masked
@@ -151,8 +152,10 @@ class Bench:
 
     def site(self, case: str, comparison: Comparison) -> Mapping[str, Any]:
         """Run both sides again with taps and name the first site at which they part."""
-        if case in ("graphs", "tp"):
+        if case == "graphs":
             return {"reason": "not looked for: the other side ran in another process"}
+        if case == "tp":
+            return self._rank_site(comparison)
         mine = _row(str(comparison.shown["sequence"]))
         rows = range(self.work.prompts) if case == CONTROL else [mine]
         try:
@@ -168,6 +171,30 @@ class Bench:
         except UsageError as error:
             return {"reason": f"not looked for: {error}"}
         return {"reason": f"not found: with taps, {_LOOKS} pairs of runs agreed"}
+
+    def _rank_site(self, comparison: Comparison) -> Mapping[str, Any]:
+        """The first site at which two ranks part from one, in one prefill of the same prompts."""
+        from rolltape.replay.sites.vllm_ranks import RankTaps
+
+        name = str(comparison.shown["sequence"])
+        row = _row(name)
+        tokens = np.concatenate([self._prompts[row], self._responses[row]]).tolist()
+        try:
+            check_eager(self._facts["effective"])
+            taps = RankTaps(self._engine.collective_rpc, tokens=tokens)
+            try:
+                self._scored()
+                one, _ = kept_sites(taps.forwards())
+            finally:
+                taps.remove()
+            changes = {"tensor_parallel_size": _RANKS}
+            self._second(changes, decode=False, sites=tokens)
+            two, replicas = sites_of_second(self._folder / f"second-{self._count}")
+        except (UsageError, NotApplicableError) as error:
+            return {"reason": f"not looked for: {error}"}
+        steps = self._base[row].step
+        step = int(steps.values[steps.valid].min())
+        return {**part_at(one, two, replicas), "sequence": name, "step": step}
 
     def _traced(self, run: Callable[[], str], rows: Iterable[int]) -> Trace:
         """The trace of what `run` ran last."""
@@ -340,7 +367,7 @@ class Bench:
         return compare(zip(one, two, strict=True), "two ranks", problem=problem or other)
 
     def _second(
-        self, changes: Mapping[str, Any], *, decode: bool
+        self, changes: Mapping[str, Any], *, decode: bool, sites: Sequence[int] | None = None
     ) -> tuple[list[TapeSequence], str | None]:
         self._count += 1
         tape = second_engine(
@@ -350,6 +377,7 @@ class Bench:
             self._prompts,
             self._responses,
             decode=decode,
+            sites=sites,
         )
         found = [self._found(tape, NAME, row) for row in range(self.work.prompts)]
         (row, *_) = [r for r in tape.engines.values() if r["adapter"] == "vllm"]

@@ -4,8 +4,9 @@
 
 The specification has `model`, `arguments` of the engine, `tape` (folder that is made), `prompts`,
 `responses` (token ids by row) and `decode`: whether the responses are decoded, tokens forced, or
-scored as parts of the prompts, which needs nothing inside of the workers. The caller's id of a
-request is `second/ROW`.
+scored as parts of the prompts, which needs nothing inside of the workers. With `sites`, the token
+ids of one of those prompts, all sites of it are kept, merged over the ranks, in `sites.pt` beside
+the tape. The caller's id of a request is `second/ROW`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import rolltape
 from rolltape.replay.verify.cases import NotApplicableError
 from rolltape.store import Tape
+
+if TYPE_CHECKING:
+    from rolltape.replay.sites.vllm_ranks import MergedForward
+    from rolltape.replay.verify.rank_sites import SiteRows
 
 NAME = "second"
 _SECONDS = 900
@@ -36,6 +41,7 @@ def second_engine(
     responses: Sequence[np.ndarray],
     *,
     decode: bool,
+    sites: Sequence[int] | None = None,
 ) -> Tape:
     """Run the sequences on another engine; returns its tape.
 
@@ -46,6 +52,7 @@ def second_engine(
         prompts: int64 by row.
         responses: int64 by row.
         decode: decode the responses, or score them as parts of the prompts.
+        sites: keep the sites of the prompt of these ids, for `sites_of_second`.
 
     Raises:
         NotApplicableError: the engine did not start, or failed.
@@ -58,6 +65,7 @@ def second_engine(
         "prompts": [ids.tolist() for ids in prompts],
         "responses": [ids.tolist() for ids in responses],
         "decode": decode,
+        "sites": None if sites is None else [int(token) for token in sites],
     }
     given = folder / "spec.json"
     given.write_text(json.dumps(spec))
@@ -83,22 +91,51 @@ def second_engine(
     return rolltape.open(folder / "tape")
 
 
+def sites_of_second(folder: Path) -> tuple[SiteRows, list[dict[str, Any]]]:
+    """The sites that `second_engine` kept, and the replicas that disagree."""
+    import torch
+
+    found = torch.load(folder / "sites.pt", weights_only=True)
+    return found["sites"], found["replicas"]
+
+
+def kept_sites(forwards: Sequence[MergedForward]) -> tuple[SiteRows, list[dict[str, Any]]]:
+    """Sites and replicas that disagree, of a prompt that ran whole in one forward.
+
+    Raises:
+        NotApplicableError: it did not.
+    """
+    if len(forwards) != 1:
+        raise NotApplicableError(f"the prompt ran whole in {len(forwards)} forwards, not in one")
+    (forward,) = forwards
+    replicas = [
+        {"site": d.site, "position": d.position, "rank": d.rank, "against": d.against}
+        for d in forward.disagreements
+    ]
+    return forward.sites, replicas
+
+
 def _main(path: str) -> None:
     spec = json.loads(Path(path).read_text())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with rolltape.record(spec["tape"], level="routing", on_full="block"):
-        _run(spec)
+        _run(spec, Path(path).with_name("sites.pt"))
 
 
-def _run(spec: Mapping[str, Any]) -> None:
+def _run(spec: Mapping[str, Any], kept: Path) -> None:
+    import torch
     from vllm import SamplingParams
 
+    from rolltape.replay.sites.vllm_ranks import RankTaps
     from rolltape.replay.verify.vllm import start_engine
     from rolltape.replay.verify.vllm_force import Inside
 
     decode = spec["decode"]
     engine = start_engine(spec["model"], spec["arguments"])
     inside = Inside(engine) if decode else None
+    taps = None
+    if spec["sites"] is not None:
+        taps = RankTaps(engine.collective_rpc, tokens=spec["sites"])
     usual: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "detokenize": False}
     rows = zip(spec["prompts"], spec["responses"], strict=True)
     for row, (prompt, response) in enumerate(rows):
@@ -116,6 +153,10 @@ def _run(spec: Mapping[str, Any]) -> None:
         engine.step()
     if inside is not None:
         inside.close()
+    if taps is not None:
+        sites, replicas = kept_sites(taps.forwards())
+        torch.save({"sites": sites, "replicas": replicas}, kept)
+        taps.remove()
     engine.engine_core.shutdown()
 
 

@@ -117,12 +117,18 @@ class _Arrived(Tape):
         info["opened_ns"] = pending.opened_ns
         return info
 
-    def cells(self, table: str, file: str, number: int) -> Cells:
+    def cells(
+        self, table: str, file: str, number: int, columns: tuple[str, ...] | None = None
+    ) -> Cells:
         """A batch of routes that is still held."""
         return Cells(self._packed[file, number])
 
     def _found(
-        self, table: str, key: Key, span: tuple[int, int] | None
+        self,
+        table: str,
+        key: Key,
+        span: tuple[int, int] | None,
+        columns: tuple[str, ...] | None = None,
     ) -> Iterator[tuple[str, int, Cells, np.ndarray]]:
         for found in self._pending[key].rows.get(table, []):
             yield found.file, found.number, Cells(found.batch), found.rows

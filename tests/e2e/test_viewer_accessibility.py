@@ -19,6 +19,8 @@ SCREENS = {
     "overview": "#/run/{run}",
     "list": "#/run/{run}/seqs",
     "tokens": "#/run/{run}/seq/{seq}?tok=71",
+    "layers": "#/run/{run}/seq/{seq}/layers?tok=71&open=3",
+    "routing": "#/run/{run}/seq/{seq}/routing?tok=83&layer=3",
 }
 
 

@@ -18,6 +18,7 @@ from rolltape.store import Key, Masked, TapeWriter, create_report, create_tape, 
 from rolltape.store.codecs import encode_bits, encode_floats
 from rolltape.store.schema import TOKEN_STATES
 from rolltape.viewer.vocabulary import Vocabulary, load_vocabulary
+from tests.e2e import viewer_layers_data as layers_data
 
 REPO = Path(__file__).resolve().parents[2]
 MODEL = REPO / "examples" / "models" / "tiny-moe"
@@ -211,6 +212,29 @@ def build(
     return Scene(a, b, report, {case.name: case for case in cases})
 
 
+def add_replay(
+    scene: Scene,
+    name: str,
+    cases: list[Case],
+    *,
+    switches: dict[str, str],
+    mode: str = "score",
+    threads: int = 2,
+) -> Path:
+    """Another replay of tape A, and its report beside it (`NAME-report`): side B of the cases."""
+    b = create_tape(
+        scene.a.parent / name,
+        role="trainer",
+        parent=_uuid(scene.a, "tape.json"),
+        provenance={"mode": mode, "on": "transformers", "switches": switches},
+    )
+    with TapeWriter(b) as writer:
+        _write_engine(writer, ENGINE_B, "trainer", MODEL, attention="sdpa", threads=threads)
+        _write_side_b(writer, cases)
+    seal(b, status={"replay": "ok"})
+    return write_report(scene.a.parent / f"{name}-report", scene.a, b, cases, identity=[])
+
+
 def _uuid(path: Path, name: str) -> str:
     return str(json.loads((path / name).read_text())["uuid"])
 
@@ -327,6 +351,7 @@ def _write_side_a(writer: TapeWriter, cases: list[Case]) -> None:
         _write_tokens(writer, case, case.key_a, case.a)
         _write_routes(writer, case, case.key_a, case.routes, role="used", step=0)
         _write_support(writer, case)
+        layers_data.write_tensors(writer, case.key_a, case.name, case.length, side="a")
     columns: dict[str, list[Any]] = {
         name: []
         for name in ("step", "row", "request", "sample", "start", "n", "kind", "weight_version")
@@ -392,6 +417,7 @@ def _write_side_b(writer: TapeWriter, cases: list[Case]) -> None:
         _write_sequence(writer, case, case.key_b, "scored", origin=[case.key_a.text])
         _write_tokens(writer, case, case.key_b, case.b)
         _write_routes(writer, case, case.key_b, case.live, role="used", step=step)
+        layers_data.write_tensors(writer, case.key_b, case.name, case.length, side="b")
         writer.append(
             "forwards",
             {
@@ -434,6 +460,7 @@ def diff_case(case: Case) -> dict[str, Any]:
 def write_report(path: Path, a: Path, b: Path, cases: list[Case], *, identity: list[Any]) -> Path:
     """The diff report of the two tapes."""
     rows, tokens, deltas = [], [], []
+    sites: list[dict[str, Any]] = []
     for case in (c for c in cases if c.reported and c.length > c.prompt_len):
         found = diff_case(case)
         state = [TOKEN_STATES[s] for s in found["state"]]
@@ -479,11 +506,18 @@ def write_report(path: Path, a: Path, b: Path, cases: list[Case], *, identity: l
                 "flips": flips,
             }
         )
+        errors = layers_data.layer_errors(case.name, case.length)
+        sites += layers_data.report_rows(case.key_a.id, errors)
     layers = [_layer(cases, layer) for layer in range(LAYERS)]
     every = np.concatenate(deltas) if deltas else np.zeros(0)
-    report = create_report(path, summary=_summary(a, b, rows, layers, every, identity))
+    summary = _summary(a, b, rows, layers, every, identity)
+    if sites:
+        summary["activations"] = layers_data.summary({c.name: c.key_a.id for c in cases})
+        summary["compared"]["activations"] = sum(row["n"] for row in sites)
+    report = create_report(path, summary=summary)
     with TapeWriter(report) as writer:
-        for table, content in (("sequences", rows), ("tokens", tokens), ("routing", layers)):
+        tables = {"sequences": rows, "tokens": tokens, "routing": layers, "activations": sites}
+        for table, content in tables.items():
             if content:
                 writer.append(table, {k: [r[k] for r in content] for k in content[0]})
     return report

@@ -3,8 +3,8 @@
 tensorrt_llm_reexecute_job.py record MODEL
 tensorrt_llm_reexecute_job.py again TAPE FOLDER RESULT MODEL-WITH-A-CHANGE [NAME=TAPE ...]
 
-RESULT gets what `reexecute` answers for the tape itself, with the other model, and for each other
-tape by its name: {"error": ...} where it refuses.
+RESULT gets what `reexecute` answers for the tape itself, with the other model, with switches, and
+for each other tape by its name: {"error": ...} where it refuses. `left` is what a run left behind.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
 from tensorrt_llm import LLM
 from tensorrt_llm.llmapi import CudaGraphConfig, KvCacheConfig, MoeConfig
 from tensorrt_llm_job import FRESH, generate, mix, params, prompt
 
 from rolltape import store
+from rolltape.recorder.inject import _rolltape_hook
+from rolltape.replay.cli import replay
 from rolltape.replay.executors import tensorrt_llm as executor
-from rolltape.replay.executors.protocol import Changes
 from rolltape.replay.reexecute import reexecute
 from rolltape.replay.reproduction import reproduction
 from rolltape.store import RolltapeError
@@ -87,12 +89,20 @@ def again(tape: str, folder: str, result: str, changed: str, *others: str) -> No
             found[name] = call()
         except RolltapeError as error:
             found[name] = {"error": f"{type(error).__name__}: {error}"}
+        found[name]["left"] = left_behind()
         found[name]["took"] = time.perf_counter() - began
 
     ask("itself", lambda: reexecute(tape, root / "itself", on="tensorrt_llm"))
     ask("changed", lambda: reexecute(tape, root / "changed", on="tensorrt_llm", model=changed))
     one = ["batch=2"]
     ask("batch", lambda: reexecute(tape, root / "batch", on="tensorrt_llm", switches=one))
+    for name, switch in (("uncached", "prefix_cache=off"), ("chunk", "chunk=12")):
+        out, given = root / name, [switch]
+        ask(name, partial(reexecute, tape, out, on="tensorrt_llm", switches=given))
+    of_0 = {"switches": ["weights=0"], "on": "tensorrt_llm"}
+    ask("version", lambda: reexecute(tape, root / "version", **of_0))
+    other = {**of_0, "checkpoints": [f"0={changed}"]}
+    ask("wrong", lambda: reexecute(tape, root / "wrong", **other))
     done = store.open(root / "itself")
     for name, _, path in (other.partition("=") for other in others):
         source, out = store.open(path), root / name
@@ -102,9 +112,25 @@ def again(tape: str, folder: str, result: str, changed: str, *others: str) -> No
             ask(name, partial(reexecute, source, out, on="tensorrt_llm"))
         if name == "foreign":
             out = root / "told"
-            execution = run(source, out, changes=Changes(), foreign_pins=True)
-            ask("told", partial(reproduction, source, store.open(out), execution=execution))
+            line = [path, "-o", str(out), "--mode", "re-execute", "--foreign-pins", "--json"]
+            ask("told", partial(command, line))
     Path(result).write_text(json.dumps(found, default=str))
+
+
+def command(line: list[str]) -> dict[str, Any]:
+    ran = CliRunner().invoke(replay, line, standalone_mode=False, catch_exceptions=False)
+    answer: dict[str, Any] = json.loads(ran.stdout)
+    return {**answer, "status": ran.return_value}
+
+
+def left_behind() -> list[str]:
+    """Patches and hooks that are still there."""
+    left = [name for name in _rolltape_hook._finder.pending if name in _rolltape_hook.HOOKS]
+    for name in {target.partition(":")[0] for target in _rolltape_hook.HOOKS.values()}:
+        module = sys.modules.get(name)
+        if getattr(module, "_patches", None) or getattr(module, "_installed", None):
+            left.append(name)
+    return left
 
 
 def main(task: str, *args: str) -> None:

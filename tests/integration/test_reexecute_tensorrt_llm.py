@@ -178,8 +178,10 @@ def test_a_choice_without_pin_is_an_error(found: dict[str, Any]) -> None:
 
 def test_pins_of_another_library_are_refused_unless_told(found: dict[str, Any]) -> None:
     error = found["foreign"]["error"]
-    assert error.startswith("PinError") and "torch 1.0" in error
-    assert found["told"]["verdict"] == "identical"
+    assert error.startswith("PinError") and "torch 1.0" in error and "--foreign-pins" in error
+    told = found["told"]
+    assert told["verdict"] == "identical" and told["status"] == 0, told
+    assert any(line.startswith("pins of torch 1.0, here") for line in told["warnings"])
 
 
 def test_the_pins_are_what_runs(found: dict[str, Any]) -> None:
@@ -198,3 +200,27 @@ def test_other_batches_are_a_change_on_purpose(found: dict[str, Any]) -> None:
     answer = found["batch"]
     assert answer["verdict"] in ("divergent", "identical"), answer
     assert answer["compared"]["routes.ids"] > 0 and not answer["differ"].get("tokens")
+
+
+def test_the_prefix_cache_off_and_chunks_of_another_size(tape: Tape, found: dict[str, Any]) -> None:
+    for name in ("uncached", "chunk"):
+        answer = found[name]
+        assert answer["verdict"] in ("divergent", "identical"), answer
+        assert answer["sequences"] == len(tape) and not answer["differ"].get("tokens")
+        assert answer["compared"]["raw"] == found["itself"]["compared"]["raw"]
+        assert "steps" not in answer["compared"]
+    kinds = {row["kind"] for row in rolltape.open(found["uncached"]["tape"]).rows("forwards")}
+    assert "cached" not in kinds and "prefill" in kinds
+    steps = rolltape.open(found["chunk"]["tape"]).table("steps").column("tokens").to_pylist()
+    assert max(steps) == 12 < max(tape.table("steps").column("tokens").to_pylist())
+
+
+def test_a_version_is_checked_by_its_digest(found: dict[str, Any]) -> None:
+    assert found["version"]["verdict"] == "identical", found["version"]
+    error = found["wrong"]["error"]
+    assert error.startswith("ModelMismatchError: weights of version 0: the whole model is")
+
+
+def test_no_run_leaves_a_patch_behind(found: dict[str, Any]) -> None:
+    assert {name: answer["left"] for name, answer in found.items() if answer["left"]} == {}
+    assert "error" in found["unpinned"] and "error" in found["wrong"]

@@ -1,7 +1,7 @@
 """A rollout of real vLLM is run again in its recorded steps, on a CPU, in BF16.
 
 Requests join and leave, prompts are cut into chunks, a prefix comes from the cache, KV blocks run
-out and requests are preempted, one is aborted. Three engines are started.
+out and requests are preempted, one is aborted. Seven engines are started.
 """
 
 from __future__ import annotations
@@ -117,17 +117,51 @@ def test_a_recording_that_was_tampered_with_is_not_reproduced(
     assert swapped["first"]["what"].startswith("routes") and swapped["first"]["layer"] is not None
 
 
-def test_a_weight_moved_by_one_ulp_is_seen(tape: Tape, tmp_path: Path) -> None:
-    model = tmp_path / "model"
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with the weights of one norm moved by one unit in the last place."""
+    model = tmp_path_factory.mktemp("changed") / "model"
     shutil.copytree(MODEL, model)
     weights = load_file(model / "model.safetensors")
     norm = weights["model.layers.3.input_layernorm.weight"]
     bits = norm.view(torch.int16 if norm.element_size() == 2 else torch.int32)
     bits += 1 if norm.element_size() == 2 else 1 << 16  # what one is in BF16
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def test_a_weight_moved_by_one_ulp_is_seen(tape: Tape, changed: Path, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
-    call(HERE / "vllm_reexecute_job.py", tape.path, tmp_path / "tape", model, result)
+    call(HERE / "vllm_reexecute_job.py", tape.path, tmp_path / "tape", changed, result)
     answer = json.loads(result.read_text())["itself"]
     assert answer["verdict"] == "not-reproduced"
     assert answer["first"]["step"] == 0
     assert answer["first"]["layer"] is None or answer["first"]["layer"] >= 3
+    assert any("weights of version 0: layers.3.norm is" in text for text in answer["warnings"])
+
+
+def test_alternatives_on_the_same_tape(tape: Tape, changed: Path, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    job = [HERE / "vllm_reexecute_job.py", "--alternatives", tape.path, tmp_path, MODEL, result]
+    call(*job, changed)
+    found = json.loads(result.read_text())
+    assert {name: answer["left"] for name, answer in found.items() if answer["left"]} == {}
+
+    for name in ("chunk", "uncached"):
+        answer = found[name]
+        assert answer["verdict"] in ("identical", "divergent"), answer
+        assert answer["sequences"] == len(tape) and answer["not_compared"] == []
+        assert answer["compared"]["processed"] == sum(s.length - s.prompt_len for s in tape)
+        assert "steps" not in answer["compared"] and not answer["differ"].get("tokens")
+    steps = rolltape.open(tmp_path / "chunk").table("steps").column("tokens").to_pylist()
+    assert max(steps) == 32 < max(tape.table("steps").column("tokens").to_pylist())
+    kinds = {row["kind"] for row in rolltape.open(tmp_path / "uncached").rows("forwards")}
+    assert "cached" not in kinds and "prefill" in kinds
+    assert "chunk=8" in found["few"]["error"] and "max_num_seqs=16" in found["few"]["error"]
+
+    version = found["version"]
+    assert version["verdict"] == "identical" and version["compared"]["steps"] > 0
+    assert any("could not be compared: repacked" in text for text in version["warnings"])
+    assert "weights of version 0: layers.3.norm is" in found["wrong"]["error"]
+    assert not (tmp_path / "wrong").exists()
+    assert "no weight version 1 (it has: 0" in found["unknown"]["error"]

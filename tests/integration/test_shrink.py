@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,17 @@ from click.testing import CliRunner
 
 import rolltape
 from rolltape import store
+from rolltape.cli import main
 from rolltape.replay import diff_tapes
 from rolltape.replay.reexecute import reexecute
 from rolltape.replay.score import replay
 from rolltape.replay.shrink import minimal, shrink
 from rolltape.replay.shrink_cli import shrink as command
-from rolltape.store import TapeExistsError, UsageError
+from rolltape.store import TapeExistsError, UsageError, create_tape
 from rolltape.store.excerpt import write_excerpt
 from rolltape.store.fsck import fsck
 from rolltape.store.keys import Key
+from tests.builders import random_samples, write_tape
 from tests.integration.conftest import TINY_MOE
 
 pytestmark = pytest.mark.engine
@@ -217,6 +220,22 @@ def test_the_summary_names_the_next_command(tape: Path, tmp_path: Path) -> None:
     assert "1 of 6 sequences" in done.output
     assert done.output.rstrip().endswith("--on faulty_factories:scaled --switch routing=ids")
     assert "faulty_factories" in sys.modules
+    following = shlex.split(done.output.rstrip().splitlines()[-1].removeprefix("next: rolltape "))
+    with pytest.raises(SystemExit) as ended:  # it can be run as it stands
+        main(following)
+    assert ended.value.code in (None, 0)
+    assert store.open(tmp_path / "s.replay").parent == store.open(tmp_path / "s").uuid
+
+
+def test_a_re_execution_of_a_serving_engine_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    a = write_tape(tmp_path / "a", random_samples(1), facts={"adapter": "vllm"})
+    header = {"mode": "re-execute", "switches": {"batch": "recorded", "weights": "recorded"}}
+    create_tape(tmp_path / "b", role="rollout", parent=a.uuid, provenance=header)
+    with pytest.raises(UsageError) as refused:
+        shrink(a, tmp_path / "b", tmp_path / "s")
+    assert "re-executes vllm" in str(refused.value)
+    assert "a scoring of any recording" in str(refused.value)
+    assert f"rolltape replay {tmp_path / 'a'} -o" in str(refused.value.hint)
 
 
 def test_of_a_re_execution_one_call_is_kept_up_to_the_first_other_bit(

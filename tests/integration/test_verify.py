@@ -23,9 +23,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rolltape.cli import main
+from rolltape.replay.bitwise import number
 from rolltape.replay.verify import CASES, CaseResult, Comparison, Report, verify
 from rolltape.replay.verify import transformers as on_transformers
-from rolltape.replay.verify.output import write_junit
+from rolltape.replay.verify.output import print_report, write_junit
 from rolltape.replay.verify.prompts import Workload
 from rolltape.replay.verify.suite import judge
 from rolltape.store.errors import UsageError
@@ -308,6 +309,7 @@ def test_two_ranks_are_compared_with_one() -> None:
     bench = on_transformers.bench(str(TINY_MOE), work, dtype="float32", device="cpu")
     try:
         (found,) = bench.run("tp")
+        site = bench.site("tp", found) if found.token is not None else None
     finally:
         bench.close()
     assert found.problem is None and found.compared["raw"] == 6
@@ -315,6 +317,9 @@ def test_two_ranks_are_compared_with_one() -> None:
     if found.token is not None:  # sums of two parts may be the same, they cannot be far off
         one, two = (float(found.token[side]["decimal"]) for side in ("recorded", "found"))
         assert one == pytest.approx(two, abs=1e-3)
+        # what one rank sums up in one go is the sum of two parts first behind an output projection
+        assert site is not None and site["replicas"] is None
+        assert (site["site"], site["sequence"]) == ("layers.0.attn", found.shown["sequence"])
 
 
 # -- the command ------------------------------------------------------------------------------
@@ -399,6 +404,30 @@ def test_junit_is_well_formed_whatever_a_reason_holds(tmp_path: Path) -> None:
     assert "prompt-0 position 3 step 1, 0x1 -> 0x2" in suite.find(".//failure").text
 
 
+def test_the_report_gives_nats_a_next_command_and_lines_that_are_not_wrapped(capsys: Any) -> None:
+    values = (np.float32(-8.5), np.float32(-8.25))
+    place = {"what": "raw", "sequence": "prompt-0", "position": 3, "step": 1, "layer": None,
+             "recorded": number(values[0]), "found": number(values[1]), "ulp": 262144}  # fmt: skip
+    first = Comparison(variant="batch of 1", differ={"raw": 1}, first=place, token=place)
+    long = "a reason that is as long as two lines of a terminal " * 3
+    cases = [
+        result("run-to-run", "passed"),
+        CaseResult(case="batch", verdict="failed", reason="r", first=first),
+        CaseResult(case="tp", verdict="not-run", reason=long),
+    ]
+    facts = {"engine": "transformers", "model": "m", "dtype": "bfloat16", "device": "cpu",
+             "prompts": 2, "tokens": 3, "seed": 0}  # fmt: skip
+    print_report(Report(facts=facts, cases=cases), command=["rolltape", "verify", "a model"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "batch           FAILED   batch of 1: prompt-0 position 3 step 1" in lines
+    assert f"{'':25}|delta| 0.25 nats, 0xc1080000 -> 0xc1040000 (262,144 ulp)" in lines
+    assert f"tp              not-run  {long}" in lines
+    assert lines[-1] == "next: rolltape verify 'a model' --dtype float64 --case batch"
+    for fine in (cases[:1], [cases[0], cases[2]]):  # nothing failed: there is nothing to run
+        print_report(Report(facts=facts, cases=fine), command=["rolltape", "verify", "m"])
+        assert "next:" not in capsys.readouterr().out
+
+
 def pytest_with(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     known = {e.value for e in entry_points(group="pytest11")}
     plugin = (
@@ -448,6 +477,25 @@ def test_what_cannot_be_asked_for() -> None:
 # -- vLLM -----------------------------------------------------------------------------------
 
 VLLM = os.environ.get("ROLLTAPE_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not Path(VLLM).exists(), reason="no vLLM here: `make venv-vllm`")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks of vLLM need two cores")
+def test_two_ranks_of_vllm_part_from_one_behind_the_first_sum() -> None:
+    done = subprocess.run(
+        [VLLM, str(Path(__file__).with_name("vllm_verify_job.py")), str(TINY_MOE), "float32", "tp"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    cases = json.loads(done.stdout.splitlines()[-1])["tp"]["cases"]
+    (case,) = (case for case in cases if case["case"] == "tp")
+    assert case["verdict"] == "failed", case["reason"]
+    one, two = (float(case["token"][side]["decimal"]) for side in ("recorded", "found"))
+    assert one == pytest.approx(two, abs=1e-3)
+    assert (case["site"]["site"], case["site"]["replicas"]) == ("layers.0.attn", None)
 
 
 @pytest.mark.vllm

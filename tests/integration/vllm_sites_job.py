@@ -1,7 +1,7 @@
 """Runs prompts through an eager vLLM in this process and keeps every site of every forward.
 
-Usage: vllm_sites_job.py MODEL DTYPE OUT, prompts as JSON on stdin. OUT is a torch file: the tokens
-of each request and the forwards.
+Usage: vllm_sites_job.py MODEL DTYPE OUT [ARGUMENTS], prompts as JSON on stdin, further arguments of
+the engine as JSON. OUT is a torch file: the tokens of each request and the forwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm import LLM, SamplingParams
 from rolltape.replay.sites.vllm import EngineTaps
 
 
-def main(model: str, dtype: str, out: str) -> None:
+def main(model: str, dtype: str, out: str, arguments: str = "{}") -> None:
     prompts = json.load(sys.stdin)
     llm = LLM(
         model=model,
@@ -39,6 +39,7 @@ def main(model: str, dtype: str, out: str) -> None:
         max_num_batched_tokens=256,
         enable_prefix_caching=False,
         seed=7,
+        **json.loads(arguments),
     )
     worker = llm.llm_engine.model_executor.driver_worker.worker
     tree = worker.model_runner.get_model()

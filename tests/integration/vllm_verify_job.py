@@ -1,6 +1,6 @@
 """Runs the determinism suite on one vLLM engine: as it is, and with a fault. Prints JSON.
 
-Usage: vllm_verify_job.py MODEL DTYPE
+Usage: vllm_verify_job.py MODEL DTYPE [CASE]: with a case, that one alone and without a fault.
 """
 
 from __future__ import annotations
@@ -37,11 +37,16 @@ def off_for_few_rows(model: Any) -> Iterator[None]:
         handle.remove()
 
 
-def main(model: str, dtype: str) -> None:
+def main(model: str, dtype: str, case: str = "") -> None:
     work = Workload(prompts=PROMPTS, tokens=6, length=None, seed=0)
     engine = bench(model, work, dtype=dtype)
     found = {}
     try:
+        if case:
+            cases = run_cases(engine, ("run-to-run", case))
+            found[case] = Report(facts=engine.facts, cases=cases).as_dict()
+            print(json.dumps(jsonable(found)))
+            return
         # two ranks would be another two starts
         every = [name for name in CASES if name != "tp"]
         found["clean"] = Report(facts=engine.facts, cases=run_cases(engine, every)).as_dict()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import json
 import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +18,11 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rolltape.cli import main
 from rolltape.replay import diff_tapes
 from rolltape.replay.cli import diff as diff_command
 from rolltape.replay.cli import replay as replay_command
+from rolltape.replay.diff_text import print_diff
 from rolltape.replay.semantics import kept_sets_equal
 from rolltape.store import (
     Masked,
@@ -556,6 +561,89 @@ def test_the_first_expert_is_that_of_the_largest_weight_not_of_the_first_slot(si
     for block in (sides.b[0].used.ids, sides.b[0].used.weights):
         block[9, 0] = block[9, 0][[3, 2, 1, 0]]
     assert sides.diff()["routing"]["top1_disagree"] == 0
+
+
+@pytest.mark.parametrize("lacking", ["a", "b", "both"])
+def test_without_weights_nobody_knows_the_first_expert(sides, lacking):
+    """Slot order does not tell it: some engines sort their slots, others do not."""
+    for name in ("a", "b"):
+        for sample in getattr(sides, name):
+            if lacking in (name, "both"):
+                sample.used.weights = None
+    for sample in sides.b:
+        sample.used.ids = sample.used.ids[..., ::-1].copy()
+        if sample.used.weights is not None:
+            sample.used.weights = sample.used.weights[..., ::-1].copy()
+    report = sides.diff(out=sides.path / "report")
+    routing = report["routing"]
+    assert (routing["disagree"], routing["order_only"]) == (0, routing["decisions"])
+    assert (routing["top1_disagree"], routing["top1_compared"]) == (None, 0)
+    assert [row["top1_disagree"] for row in routing["per_layer"]] == [None] * 3
+    rows = open_report(sides.path / "report").rows("routing")
+    assert {row["top1_disagree"] for row in rows} == {None}
+    assert "top-1: not known (no weights)" in printed(sides, report)
+
+
+def test_a_weight_that_is_not_finite_leaves_the_first_expert_unknown(sides):
+    sides.b[0].used.weights[9, 0, 2] = np.nan
+    report = sides.diff()
+    routing = report["routing"]
+    assert (routing["top1_disagree"], routing["top1_compared"]) == (0, routing["decisions"] - 1)
+    assert f"top-1: of the {routing['decisions'] - 1:,} decisions" in printed(sides, report)
+
+
+def test_the_only_expert_is_the_first(tmp_path):
+    sides = Sides(tmp_path, k=1)
+    for sample in (*sides.a, *sides.b):
+        sample.used.weights = None
+    row = sides.b[0].used.ids[9, 0]
+    row[0] = (row[0] + 1) % 16
+    routing = sides.diff()["routing"]
+    assert (routing["top1_disagree"], routing["top1_compared"]) == (1, routing["decisions"])
+
+
+# -- what is printed ----------------------------------------------------------------------
+
+
+def printed(sides: Sides, report: dict, out: Path | None = None) -> str:
+    """As `rolltape diff` prints it."""
+    stream = io.StringIO()
+    with contextlib.redirect_stdout(stream):
+        print_diff(report, sides.path / "a", sides.path / "b", out)
+    return stream.getvalue()
+
+
+def test_a_difference_is_said_of_its_columns(sides):
+    flip_bit(sides.b[0].raw.values, 12)
+    assert sides.diff()["reason"] == "different bits in 1 raw logprobs"
+
+
+def test_columns_that_differ_in_other_numbers_are_counted_one_by_one(sides):
+    for at in (12, 13):
+        flip_bit(sides.b[0].raw.values, at)
+    flip_bit(sides.b[0].processed.values, 12)
+    assert sides.diff()["reason"] == "different bits in 2 logprobs (1 processed, 2 raw)"
+
+
+def test_of_identical_tapes_only_the_verdict_and_what_was_compared_is_printed(sides):
+    report = sides.diff()
+    assert printed(sides, report).splitlines() == [
+        "identical: every value compared is bitwise equal",
+        "compared: 96 logprobs (processed, scaled, raw), 348 routes, 96 supports in 4 sequences",
+        "tokens: 96 compared, 24 not scored",
+    ]
+
+
+def test_what_is_said_to_be_next_can_be_run(sides):
+    flip_bit(sides.b[0].processed.values, 12)
+    report = sides.diff()
+    (sides.path / "b.report").mkdir()
+    commands = [t[6:] for t in printed(sides, report).splitlines() if t.startswith("next: ")]
+    assert commands[1].endswith("-o " + str(sides.path / "b.report-2"))
+    for command in commands:
+        with pytest.raises(SystemExit) as ended:
+            main(shlex.split(command)[1:])
+        assert ended.value.code in (None, 0, 1)  # 1: the two differ
 
 
 def test_ids_of_a_forced_replay_do_not_count_as_agreement(sides):

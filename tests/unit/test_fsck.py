@@ -20,6 +20,7 @@ from rolltape import store
 from rolltape.cli import main
 from rolltape.recorder.output import prepare_output
 from rolltape.store.compact import compact
+from rolltape.store.describe import describe_tape
 from rolltape.store.fsck import Checked, fsck
 from rolltape.store.places import LocalPlace, ObjectPlace
 from rolltape.store.schema import DERIVED_TABLES
@@ -385,21 +386,29 @@ def test_a_folder_that_is_a_link_is_refused(tape: Path, tmp_path: Path) -> None:
     assert sorted(elsewhere.iterdir()) == before
 
 
-def test_rows_without_a_sequence_are_noted_and_are_no_damage(tape: Path, capsys: Any) -> None:
+def test_rows_without_a_sequence_are_a_problem_and_no_damage(tape: Path, capsys: Any) -> None:
     with store.TapeWriter(tape) as writer:
         row = {"engine": "e" * 32, "request": "lost", "sample": 0, "pass": 0, "start": 0, "n": 1}
         writer.append("tokens", {**row, "ids": [[1]]})
         writer.flush()
-        assert fsck(tape).notes == (), "its sequence may follow"
+        assert fsck(tape).problems == (), "its sequence may follow"
+        assert describe_tape(store.open(tape))["problems"] == []
     store.seal(tape)
     checked = fsck(tape)
-    assert checked.clean and checked.findings == ()
-    (note,) = checked.notes
-    assert "1 sequences have no row in the sequences table" in note
+    assert checked.sound and not checked.clean and checked.findings == ()
+    (problem,) = checked.problems
+    assert "1 sequences have no row in the sequences table" in problem
+    assert describe_tape(store.open(tape))["problems"] == [problem]
     with pytest.raises(SystemExit) as caught:
         main(["fsck", str(tape)])
     assert not caught.value.code
-    assert capsys.readouterr().out.startswith(f"note      {note}\n")
+    said = capsys.readouterr().out
+    assert said.startswith(f"PROBLEM   {problem}\n") and "clean" not in said
+    assert said.endswith(": no damage, 1 problem\n")
+    with pytest.raises(SystemExit) as caught:
+        main(["info", str(tape)])
+    assert not caught.value.code
+    assert f"PROBLEM     {problem}\n" in capsys.readouterr().out
 
 
 def test_temporary_files_in_the_folder_of_the_damaged(tape: Path) -> None:

@@ -499,7 +499,8 @@ def test_the_summary_says_what_is_on_the_tape(job: Jobs) -> None:
     assert any(
         "1 gap (7 tokens dropped); 2 Python processes: 1 recording, 1 not" in t for t in text
     )
-    assert any("not recording: " in t and t.endswith("outer.py") for t in text)
+    assert any("not recording: no engine was seen to" in t and "outer.py" in t for t in text)
+    assert any("recorded: process " in t and t.endswith("inner.py") for t in text)
     assert text[-2:] == [
         "rolltape: next: rolltape replay tape -o tape.replay --on transformers --mode score",
         "rolltape: next: rolltape view tape",
@@ -514,6 +515,31 @@ def test_the_summary_says_what_is_on_the_tape(job: Jobs) -> None:
     assert found["processes"]["seen"] == 2
     assert [p["argv0"] for p in found["processes"]["not_recording"]] == ["outer.py"]
     assert found["bytes"] > sum(f.stat().st_size for f in job.tape.glob("tokens/*"))
+
+
+def test_what_is_set_is_said_where_it_says_something(job: Jobs) -> None:
+    done = job.run("-v", "--top-logprobs", "3", "--", job.script(ENDS))
+    said = [line for line in done.stderr.splitlines() if line.startswith("rolltape: set ")]
+    assert [line.split()[2].partition("=")[0] for line in said] == [
+        "PYTHONPATH", "ROLLTAPE_TAPE", "ROLLTAPE_TOP_LOGPROBS",
+    ]  # fmt: skip
+
+
+def test_processes_that_did_not_record_are_named_without_asking(job: Jobs) -> None:
+    inner = job.script(ENDS, "inner.py")
+    idle = f"{PYTHON} -c 1; " * 4
+    done = job.run("--", "sh", "-c", f"{idle} {PYTHON} {inner}")
+    said = [line for line in done.stderr.splitlines() if "not recording: " in line]
+    assert len(said) == 3 and said[-1].endswith("not recording: 2 more, see -v")
+    assert "5 Python processes: 1 recording, 4 not" in done.stderr
+    alone = job.run("--overwrite", "--", inner)
+    assert "1 recording, 0 not" in alone.stderr and "not recording" not in alone.stderr
+
+
+def test_the_next_command_names_a_folder_that_is_free(job: Jobs) -> None:
+    (job.folder / "tape.replay").mkdir()
+    done = job.run("--", job.script(ENDS))
+    assert "next: rolltape replay tape -o tape.replay-2 --on" in done.stderr
 
 
 def test_a_closing_row_counts_wherever_its_shard_stands(job: Jobs) -> None:

@@ -18,9 +18,10 @@ from rolltape.replay.cli import diff as diff_command
 from rolltape.replay.diff import diff_tapes
 from rolltape.replay.front import Floor, SiteFloor, floor_of, front_of
 from rolltape.replay.measures import coarser, ulp_distance
-from rolltape.replay.site_errors import common_stretches, row_errors, site_order
+from rolltape.replay.site_errors import common_stretches, row_errors
 from rolltape.store import SchemaError, UsageError, codecs, open_report
 from rolltape.store.fsck import fsck
+from rolltape.store.sites import site_order
 from tests.builders import random_samples, write_tape
 
 SITES = ("layers.0.out", "layers.1.out", "layers.10.out")
@@ -260,6 +261,8 @@ def test_a_floor_is_saved_and_used_on_the_command_line(tmp_path):
     layers = json.loads(found.output)["activations"]
     assert layers["verdict"] == "within-noise", layers["reason"]
     assert layers["floor"]["sequences"] == 3
+    largest = {site: row["max"] for site, row in measured["sites"].items()}
+    assert layers["floor"]["thresholds"] == {s: 2.0 * x for s, x in largest.items()}
     foreign = {**measured, "host": "elsewhere"}
     floor.write_text(json.dumps(foreign))
     found = run(diff_command, [str(a.path), str(b.path), "--floor", str(floor), "--json"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,12 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import rolltape  # noqa: E402
 from rolltape import store  # noqa: E402
 from rolltape.recorder.serving.batch import Life, Roster, Step  # noqa: E402
-from rolltape.recorder.serving.device import Outlet, RouteBuffer  # noqa: E402
+from rolltape.recorder.serving.device import (  # noqa: E402
+    SLAB_BYTES,
+    Outlet,
+    RouteBuffer,
+    Slabs,
+)
 from rolltape.recorder.serving.distribution import measure, measure_verified  # noqa: E402
 from rolltape.recorder.serving.prefix import Prefix  # noqa: E402
 from rolltape.recorder.serving.scribe import Scribe  # noqa: E402
@@ -271,3 +278,27 @@ def test_a_greedy_request_that_was_sampled_is_found(tmp_path: Path) -> None:
     events = rolltape.open(engine.tape).rows("events")
     (event,) = (row for row in events if row["kind"] == "finding")
     assert (event["request"], event["start"]) == ("a", 5) and "RT409" in event["detail"]
+
+
+def test_what_copies_hold_is_counted_with_what_they_leave_unused() -> None:
+    rng, slabs = np.random.default_rng(0), Slabs(pinned=False)
+    queue: deque[tuple[Any, int]] = deque()
+    sizes = [5, 3 << 20, 3 << 20, 9 << 20, *rng.integers(1, 3 << 20, 200).tolist()]
+    for size in sizes:
+        slabs.taken = 0
+        room = slabs.room(size)
+        assert len(room) == size and room.data_ptr() % 64 == 0
+        queue.append((room, slabs.taken))
+        if len(queue) > 20:
+            queue.popleft()
+        storages = {r.untyped_storage().data_ptr(): r.untyped_storage().nbytes() for r, _ in queue}
+        held, counted = sum(storages.values()), sum(taken for _, taken in queue)
+        assert held - 2 * SLAB_BYTES <= counted <= held + SLAB_BYTES
+
+
+def test_a_step_counts_what_it_keeps_from_being_freed(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.step((engine.life("a", 3, []), 0, 3))
+    (step,) = engine.steps
+    assert replace(step, held=5 << 20).nbytes >= 5 << 20
+    assert replace(step, held=1).nbytes == step.nbytes > 1

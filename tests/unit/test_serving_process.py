@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import json
 import os
 import resource
 import signal
@@ -23,12 +25,16 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import rolltape  # noqa: E402
 from rolltape import store  # noqa: E402
+from rolltape.recorder import launch  # noqa: E402
+from rolltape.recorder.launch import Job, run  # noqa: E402
 from rolltape.recorder.options import Options  # noqa: E402
 from rolltape.recorder.serving.batch import Life, Roster, Step  # noqa: E402
 from rolltape.recorder.serving.blocks import Blocks  # noqa: E402
 from rolltape.recorder.serving.scribe import Scribe  # noqa: E402
+from rolltape.recorder.serving.scribe_process import left_alone  # noqa: E402
 from rolltape.recorder.serving.wire import receive, send  # noqa: E402
 from rolltape.recorder.session import Session  # noqa: E402
+from rolltape.store.fsck import fsck  # noqa: E402
 
 ENGINE = "cd" * 16
 VOCAB, LAYERS, K = 1000, 3, 2
@@ -37,12 +43,12 @@ VOCAB, LAYERS, K = 1000, 3, 2
 class Engine:
     """One request; step n draws token 100 + n, whose logprob is -n and whose routes say n."""
 
-    def __init__(self, session: Session, name: str = "a") -> None:
+    def __init__(self, session: Session, name: str = "a", scribe: type[Scribe] = Scribe) -> None:
         self.session, self.steps = session, 0
         self.roster = Roster()
         self.life = self.roster.add(Life(name, 0, np.arange(3, dtype=np.uint32)))
-        scribe = Scribe(engine=ENGINE, layers=tuple(range(LAYERS)), k=K, num_experts=128)
-        self.blocks = Blocks(session, self.roster, scribe, self)
+        facts: dict[str, Any] = {"layers": tuple(range(LAYERS)), "k": K, "num_experts": 128}
+        self.blocks = Blocks(session, self.roster, scribe(engine=ENGINE, **facts), self)
 
     def step(self, *, payload: int = 0) -> None:
         """One more; `payload` bytes of it are of no use."""
@@ -353,6 +359,76 @@ def test_what_was_handed_over_survives_the_engine(tape: Path) -> None:
         os.killpg(group, signal.SIGKILL)
     assert engine.returncode == -signal.SIGKILL
     assert written(tape) == everything(20)
+
+
+class Slow(Scribe):
+    """Writes a second after its engine is gone, as to a disk that is busy."""
+
+    def write(self, *args: Any, **kwargs: Any) -> Any:
+        Path(os.environ["BEGUN"]).touch()
+        engine = int(os.environ["ENGINE"])
+        while os.getppid() == engine:
+            time.sleep(0.01)
+        time.sleep(1.0)
+        return super().write(*args, **kwargs)
+
+
+KILLED_AT_WORK = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+from test_serving_process import Engine, Options, Session, Slow
+os.environ["ENGINE"] = str(os.getpid())
+session = Session(os.environ["ROLLTAPE_TAPE"], Options())
+engine = Engine(session, scribe=Slow)
+for _ in range(20):
+    engine.step()
+engine.blocks.flush()
+while not os.path.exists(os.environ["BEGUN"]):
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_launcher_seals_after_what_a_killed_engine_left_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
+    tape, folder = tmp_path / "tape", str(Path(__file__).parent)
+    job = Job(
+        command=(sys.executable, "-c", KILLED_AT_WORK, folder), tape=str(tape), options=Options()
+    )
+    recorded = run(job)
+    assert recorded.ended.signal == signal.SIGKILL
+    assert recorded.sealed and recorded.problems == () and recorded.summary is not None
+    assert recorded.summary.live == () and recorded.summary.tokens == 23
+    assert fsck(tape).findings == ()
+    assert not list((tape / "procs").glob("rows-*"))
+    assert written(tape) == everything(20)
+
+
+def test_the_launcher_does_not_wait_for_ever(tape: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ROWS_SECONDS", 0.1)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (tape / "procs").mkdir()
+    mark = tape / "procs" / f"rows-{dead.pid}-1"
+    mark.write_text(json.dumps({"host": os.uname().nodename, "engine": dead.pid}))
+    job = Job(command=("true",), tape=str(tape), options=Options())
+    with open(mark) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        recorded = run(job, append=True)
+        assert recorded.sealed and "are still being written" in recorded.problems[0]
+        assert f"rolltape record --append -o {tape} -- true" in recorded.problems[0]
+    assert run(job, append=True).problems == () and not mark.exists()
+
+
+def test_the_launcher_does_not_wait_for_an_engine_that_lives(tape: Path) -> None:
+    (tape / "procs").mkdir()
+    mark = tape / "procs" / f"rows-{os.getpid()}-1"
+    mark.write_text(json.dumps({"host": os.uname().nodename, "engine": os.getpid()}))
+    with open(mark) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert left_alone(tape / "procs") == [] and mark.exists()
 
 
 def test_messages_of_any_size_and_number_of_arrays() -> None:

@@ -142,6 +142,22 @@ def test_a_hook_is_disabled_after_three_faults(tape: Path, make: Any) -> None:
     assert [e["detail"]["disabled"] for e in events(tape, "hook_error")] == [False, False, True]
 
 
+def test_what_is_never_disabled_is_not_said_to_be(tape: Path, make: Any) -> None:
+    session, calls = make(), []
+
+    def broken() -> None:
+        calls.append(1)
+        raise RuntimeError("boom")
+
+    session.flushers.append(broken)
+    for _ in range(5):
+        assert not session.flush()
+    assert len(calls) == 5
+    session.flushers.clear()
+    session.close()
+    assert [e["detail"]["disabled"] for e in events(tape, "hook_error")] == [False] * 3
+
+
 def test_strict_raises(make: Any) -> None:
     with pytest.raises(RuntimeError, match="boom"):
         make(strict=True).safely("hook", _boom)

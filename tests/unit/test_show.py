@@ -120,6 +120,44 @@ def test_info_lists_gaps_and_hook_errors(tape):
     assert any(line.startswith("  gap: ") for line in output(info, tape.path))
 
 
+def test_info_says_what_a_fault_was_and_cuts_no_remedy(tape):
+    remedy = "do this and then that " * 8 + "and it works"
+    details = {
+        "gap": {"reason": "the queue was full", "steps": [3, 9]},
+        "hook_error": {"hook": "h", "error": "E: boom", "trace": "Traceback " * 200},
+        "finding": {"code": "RT001", "message": "something", "remedy": remedy},
+    }
+    with TapeWriter(tape.path) as writer:
+        for kind, detail in details.items():
+            row = {"writer": writer.id, "t_ns": 1, "kind": kind, "detail": json.dumps(detail)}
+            writer.append("events", row)
+    text = "\n".join(output(info, tape.path))
+    assert "  gap: the queue was full, steps [3, 9]" in text
+    assert "  hook_error: h: E: boom\n" in text and "Traceback" not in text
+    assert f"RT001: something: {remedy}" in " ".join(text.split())
+
+
+def test_info_says_whether_weights_are_in_place_and_known(tmp_path, samples):
+    tape = write_tape(tmp_path / "t", samples, digests={0: 0xABC})
+    with TapeWriter(tape.path) as writer:
+        engine = next(iter(tape.engines))
+        for version, state, reason in ((1, "complete", "packed"), (2, "dirty", None)):
+            row = {"engine": engine, "version": version, "state": state, "group": ""}
+            writer.append("weights", {**row, "reason": reason})
+    lines = [line for line in output(info, tape.path) if line.startswith(("weights ", " " * 12))]
+    text = " ".join(" ".join(lines).split())
+    assert "in place, digest 0000000000000abc" in text
+    assert "version 1 of a1a1a1a1: in place, without a digest" in text and "(packed)" in text
+    assert "version 2 of a1a1a1a1: an update began that is not known to have ended" in text
+
+
+def test_info_says_what_a_row_of_a_table_is(tape):
+    lines = [" ".join(line.split()) for line in output(info, tape.path)]
+    rows = read_json(info, tape.path)["tables"]["tokens"]["rows"]
+    assert any(line.startswith(f"tokens {rows} fragments ") for line in lines), lines
+    assert any(line.startswith("engines 1 process ") for line in lines)
+
+
 def test_info_of_a_tape_that_is_not_sealed_says_so(tmp_path, samples):
     tape = write_tape(tmp_path / "t", samples, sealed=False)
     assert read_json(info, tape.path)["seal"] is None
@@ -248,6 +286,37 @@ def test_show_fits_80_columns_whatever_the_number_of_layers(tmp_path):
     )
     chosen = output(show, tape.path, "0-0.0", "--tokens", "9:10", "--routes", "7,39")
     assert [part.split(":")[0] for part in chosen[-1].split()] == ["7", "39"]
+
+
+def test_show_cuts_routes_at_the_same_layer_everywhere(tmp_path):
+    tape = write_tape(tmp_path / "t", random_samples(1, layers=tuple(range(40)), experts=128, k=8))
+    lines = [line for line in output(show, tape.path, "0-0.0") if line.startswith("       0:")]
+    assert len(lines) > 20
+    assert len({line.partition("+")[2] for line in lines}) == 1
+
+
+def test_show_says_what_its_columns_are(tape, tmp_path, samples):
+    lines = output(show, tape.path, "0-0.0", "--tokens", "9:10")
+    head = next(i for i, line in enumerate(lines) if line.split()[0] == "pos")
+    legend = " ".join(lines[:head])
+    for word in ("m: ", "kept: ", "-: ", "step, ver: ", "LAYER:EXPERTS"):
+        assert word in legend
+    bare = " ".join(output(show, tape.path, "0-0.0", "--tokens", "9:10", "--routes", "none"))
+    assert "LAYER" not in bare
+
+
+@pytest.mark.parametrize("layers", ["99", "1,99", "x", "1-3"])
+def test_show_says_which_layers_have_routes(tape, layers):
+    result = run(show, tape.path, "0-0.0", "--routes", layers)
+    assert isinstance(result.exception, UsageError) and result.output == ""
+    assert "layers 1-3" in str(result.exception.hint)
+
+
+def test_show_of_routes_that_nobody_recorded(tmp_path, samples):
+    samples[0].used = None
+    tape = write_tape(tmp_path / "t", samples)
+    result = run(show, tape.path, "0-0.0", "--routes", "1")
+    assert "no routes of this sequence" in str(result.exception)
 
 
 def test_show_tells_the_live_choice_from_the_forced_one(tmp_path, samples):

@@ -90,7 +90,8 @@ def test_the_headline_says_verdict_share_worst_token_and_routing_in_words(
     share = f"{100 * (deltas > 0.1).mean():.3g} %"
     assert text.startswith(
         f"divergent: {share} of {len(deltas):,} compared tokens differ by more than 0.1 nat; "
-        f"worst is 1.29 nat in sequence {scene.id('0-0.1')} at position 71; 2 not finite; routing: "
+        f"worst is 1.29 nat in sequence {scene.id('0-0.1')} at position 71; "
+        "first divergent layer 3, layers.3.router; 2 not finite; routing: "
     )
     assert text.endswith(" of tokens")
     (worst,) = [piece for piece in data["headline"] if "seq" in piece]
@@ -295,15 +296,15 @@ def test_a_recording_that_goes_on_is_followed(small: Scene, tmp_path: Path) -> N
     now = [0.0]
     library = Library([scene.a], clock=lambda: now[0])
     (run,) = library.runs()
-    assert len(library.pair(run.id, None).sequences) == 1
+    assert len(library.pair(run.id, None).facts) == 1
     case = make_cases()[1]
     with TapeWriter(scene.a) as writer:
         viewer_data._write_sequence(writer, case, case.key_a, "open")
     library.refresh()
-    assert len(library.pair(run.id, None).sequences) == 1, "looked again too early"
+    assert len(library.pair(run.id, None).facts) == 1, "looked again too early"
     now[0] += LOOK_EVERY
     library.refresh()
-    assert len(library.pair(run.id, None).sequences) == 2
+    assert len(library.pair(run.id, None).facts) == 2
     seal(scene.a)
     now[0] += LOOK_EVERY
     library.refresh()

@@ -20,7 +20,7 @@ from fastapi.testclient import TestClient
 from rolltape.store import UsageError
 from rolltape.viewer import make_app
 from rolltape.viewer.assets import assets
-from rolltape.viewer.cli import view
+from rolltape.viewer.cli import _listen, view
 from tests.e2e.viewer_client import Api
 from tests.e2e.viewer_data import Scene, build
 
@@ -104,6 +104,13 @@ def test_view_prints_its_address_serves_and_stops_on_interrupt(
     assert process.wait(timeout=30) == 0
     assert process.stderr is not None
     assert process.stderr.read() == ""
+
+
+def test_answers_do_not_wait_for_an_acknowledgement() -> None:
+    with _listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize(

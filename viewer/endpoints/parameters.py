@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from fastapi import Query
+from fastapi import Query, Request
 
 from rolltape.viewer.answers import bad_parameter
 
 #: Which report; without it, the newest.
 ReportId = Annotated[str | None, Query(alias="rep", max_length=256)]
+
+#: Of an endpoint that answers named arrays, see `rolltape.viewer.arrays`.
+ARRAYS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {"application/x-safetensors": {"schema": {"type": "string", "format": "binary"}}}
+    }
+}
+
+#: Numbers in an address are at most this large, so that they fit the columns they are compared to.
+MAX_INT = (1 << 62) - 1
+MAX_FLOAT = 3e38
+#: Characters of a value in an address.
+MAX_TEXT = 16_384
 
 _ID = re.compile(r"[A-Za-z0-9_.:\-]{1,256}")
 
@@ -24,3 +38,31 @@ def checked(field: str, name: str) -> str:
     if not _ID.fullmatch(name):
         raise bad_parameter(field, "letters, digits and _ . : - only, at most 256")
     return name
+
+
+def plain(request: Request) -> None:
+    """Refuse what no parameter can mean; runs before every endpoint.
+
+    Raises:
+        Problem: 400, a number that does not fit 63 bits or a float32, or is none; a NUL or half a
+            character; too long.
+    """
+    kinds: Mapping[str, str] = request.app.state.numbers
+    for field, text in (*request.path_params.items(), *request.query_params.multi_items()):
+        if len(text) > MAX_TEXT:
+            raise bad_parameter(field, f"at most {MAX_TEXT} characters")
+        if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+            raise bad_parameter(field, "a character that is none")
+        limit = {"integer": MAX_INT, "number": MAX_FLOAT}.get(kinds.get(field, ""))
+        if limit is not None and not _fits(text, limit):
+            raise bad_parameter(field, f"a number from -{limit:g} to {limit:g}")
+
+
+def _fits(text: str, limit: float) -> bool:
+    if len(text) > 64:
+        return False
+    try:
+        value = int(text) if isinstance(limit, int) else float(text)
+    except ValueError:
+        return True  # what it is instead, if it is anything, the endpoint's type says
+    return abs(value) <= limit  # NaN is not

@@ -23,6 +23,7 @@ def router(views: Views) -> APIRouter:
     @api.get("/runs/{run}")
     def run(request: Request, run: str, rep: ReportId = None) -> Response:
         with lock:
-            return json_answer(request, views.overview(views.pair(run, rep)))
+            pair = views.pair(run, rep)
+            return views.answer(request, pair, lambda: views.overview(pair))
 
     return api

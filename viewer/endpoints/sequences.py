@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from rolltape.viewer.answers import Problem, bad_parameter, json_answer, tagged
+from rolltape.viewer.answers import Problem, bad_parameter, json_answer
 from rolltape.viewer.columns import MAX_WINDOW, window
 from rolltape.viewer.detail import token_detail
-from rolltape.viewer.endpoints.parameters import ReportId, checked
+from rolltape.viewer.endpoints.parameters import ARRAYS, ReportId, checked
+from rolltape.viewer.library import Pair
 from rolltape.viewer.views import Views
+
+_TYPES = {"arrow": "application/vnd.apache.arrow.stream", "csv": "text/csv"}
 
 
 def router(views: Views) -> APIRouter:
@@ -28,11 +31,17 @@ def router(views: Views) -> APIRouter:
         q: str | None = None,
         limit: int = 100,
         after: str | None = None,
+        facets: str | None = None,
+        to: Annotated[Literal["json", "arrow", "csv"], Query(alias="format")] = "json",
     ) -> Response:
         with lock:
             pair = views.pair(run, rep)
-            page = views.page(pair, sort=sort, query=q, limit=limit, after=after)
-            return json_answer(request, page)
+            cut: dict[str, Any] = {"sort": sort, "query": q, "limit": limit, "after": after}
+            if to == "json":
+                return views.answer(request, pair, lambda: views.page(pair, facets=facets, **cut))
+            return views.answer_bytes(
+                request, pair, lambda: _table(views, pair, to, cut), _TYPES[to]
+            )
 
     @api.get("/{seq}")
     def seq(
@@ -44,9 +53,10 @@ def router(views: Views) -> APIRouter:
         q: str | None = None,
     ) -> Response:
         with lock:
-            return json_answer(request, views.sequence(run, rep, checked("seq", seq), sort, q))
+            pair, name = views.pair(run, rep), checked("seq", seq)
+            return views.answer(request, pair, lambda: views.sequence(pair, name, sort, q))
 
-    @api.get("/{seq}/tokens")
+    @api.get("/{seq}/tokens", responses=ARRAYS)
     def tokens(
         request: Request,
         run: str,
@@ -66,14 +76,18 @@ def router(views: Views) -> APIRouter:
             )
         with lock:
             pair = views.pair(run, rep)
-            columns = views.columns(pair, checked("seq", seq))
-            if not 0 <= start <= columns.n:
-                raise bad_parameter("start", f"0 to {columns.n}")
-            if not start <= end <= columns.n:
-                raise bad_parameter("end", f"{start} to {columns.n}")
+            name = checked("seq", seq)
             names = cols.split(",") if cols else None
-            body = window(pair, columns, start=start, end=end, names=names)
-        return tagged(request, body, "application/x-safetensors")
+
+            def make() -> tuple[bytes, dict[str, str]]:
+                columns = views.columns(pair, name)
+                if not 0 <= start <= columns.n:
+                    raise bad_parameter("start", f"0 to {columns.n}")
+                if not start <= end <= columns.n:
+                    raise bad_parameter("end", f"{start} to {columns.n}")
+                return window(pair, columns, name, start=start, end=end, names=names), {}
+
+            return views.answer_bytes(request, pair, make, "application/x-safetensors")
 
     @api.get("/{seq}/tokens/{position}")
     def one_token(
@@ -81,10 +95,16 @@ def router(views: Views) -> APIRouter:
     ) -> Response:
         with lock:
             pair = views.pair(run, rep)
-            columns = views.columns(pair, checked("seq", seq))
-            if not 0 <= position < columns.n:
-                raise bad_parameter("position", f"the sequence has positions 0 to {columns.n - 1}")
-            return json_answer(request, token_detail(pair, seq, columns, position))
+            name = checked("seq", seq)
+
+            def make() -> dict[str, Any]:
+                columns = views.columns(pair, name)
+                if not 0 <= position < columns.n:
+                    last = columns.n - 1
+                    raise bad_parameter("position", f"the sequence has positions 0 to {last}")
+                return token_detail(pair, name, columns, position)
+
+            return views.answer(request, pair, make)
 
     @api.get("/{seq}/over")
     def over(
@@ -101,3 +121,10 @@ def router(views: Views) -> APIRouter:
             return json_answer(request, views.over(columns, threshold, start, back=back))
 
     return api
+
+
+def _table(views: Views, pair: Pair, to: str, cut: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
+    """Rows of the list for another program; the cursor of the next ones is a header."""
+    body, cursor = views.listing(pair).export(to=to, **cut)
+    headers = {"content-disposition": f'attachment; filename="sequences.{to}"'}
+    return body, headers if cursor is None else headers | {"rolltape-next": cursor}

@@ -28,6 +28,38 @@ export const HELP = [
     ['Enter', 'pin the token under the pointer, or the first in view'],
     ['m', 'hide or show masked tokens'],
   ]],
+  ['Layers', [
+    ['arrows', 'in the map: move the cell; with Shift by ten'],
+    ['j / k', 'next, previous token'],
+    ['n / N', 'next, previous token where the front changes'],
+    ['1 to 6', 'measure'],
+    ['- / =', 'lower, higher threshold of the front'],
+    ['z / Z, 0', 'narrower, wider, the whole sequence'],
+    ['[ / ]', 'previous, next window'],
+    ['e / E', 'open or close the layer, all layers'],
+    ['Enter', 'open the token'],
+  ]],
+  ['Routing', [
+    ['arrows', 'in the map: move the cell'],
+    ['j / k', 'next, previous token'],
+    ['n / N', 'next, previous token with a flip'],
+    ['- / =', 'layer before, layer after'],
+    ['z / Z', 'narrower, wider'],
+    ['[ / ]', 'previous, next window'],
+    ['Enter', 'open the token'],
+  ]],
+  ['Timeline', [
+    ['W / S', 'zoom in, out'],
+    ['A / D', 'earlier, later'],
+    ['. / ,', 'next, previous step of the engine'],
+    ['arrows', 'with the focus on the lanes: step, lane'],
+    ['F', 'fit the step; once more, the whole'],
+    ['/', 'filter the kernel choices'],
+  ]],
+  ['Weights', [
+    ['j / k, . / ,', 'next, previous version'],
+    ['g g / G', 'first, last version'],
+  ]],
 ];
 
 const OFF = 'rolltape.keys';

@@ -1,7 +1,8 @@
 // Sequence list: sorted and filtered by the server, one page at a time.
 
 import { getJson, runPath, scope } from './api.js';
-import { byId, h, num, put } from './dom.js';
+import { symlog } from './colour.js';
+import { byId, h, num, put, svg } from './dom.js';
 import { NONE, count, percent, short } from './format.js';
 import { notice, notices } from './notices.js';
 import { current, go, link, replace } from './route.js';
@@ -9,26 +10,28 @@ import { setHidden } from './shell.js';
 
 const COLUMNS = [
   { name: 'id', text: 'sequence' },
+  { name: null, text: '|\u0394| along it', title: 'largest |delta| by position, on the fixed scale of 1 nat' },
   { name: 'group', text: 'group' },
   { name: 'finish', text: 'finish' },
   { name: 'prompt_len', text: 'prompt', n: true },
   { name: 'response_len', text: 'response', n: true },
   { name: 'weight_version', text: 'weights', n: true, title: 'weight version that produced the response; first to last if it changed' },
-  { name: 'compared', text: 'compared', n: true, title: 'tokens compared' },
-  { name: null, text: 'left out' },
   { name: 'mean_abs', text: 'mean |\u0394|', n: true, title: 'nat' },
+  { name: 'p99_abs', text: 'p99', n: true, title: '99th percentile of |delta|, nat' },
   { name: 'max_abs', text: 'max |\u0394|', n: true, title: 'nat; the link goes to the token' },
   { name: 'first_over', text: 'first > 0.1', n: true, title: 'first position whose |\u0394| is over 0.1 nat' },
   { name: 'disagree_share', text: 'routing', n: true, title: 'share of routing decisions that disagree' },
   { name: 'tokens_any_share', text: 'tokens', n: true, title: 'share of tokens with any routing disagreement' },
+  { name: null, text: 'left out' },
 ];
+const FACETS = ['finish', 'weight_version'];
 
 export async function open({ state, main, signal }) {
   const params = { ...scope(state, ['rep', 'sort', 'q', 'after']) };
   let data = null;
   let problem = null;
   try {
-    data = await getJson(runPath(state, 'seqs'), params, signal);
+    data = await getJson(runPath(state, 'seqs'), { ...params, facets: FACETS.join(',') }, signal);
   } catch (error) {
     if (!error.problem || !['q', 'sort', 'after'].includes(error.problem.field)) throw error;
     problem = error;
@@ -39,6 +42,7 @@ export async function open({ state, main, signal }) {
     h('h1', {}, 'Sequences'),
     data ? notices(data.notices, { brief: true }) : null,
     filter(state, data, problem),
+    data ? facets(state, data) : null,
     data ? body(state, data) : wrong(state, problem),
   );
   if (data) {
@@ -65,7 +69,44 @@ function filter(state, data, problem) {
     h('label', { for: 'filter' }, 'Filter'), box, h('button', {}, 'Apply'),
     state.params.get('q') ? h('a', { href: link(state, { params: { q: null, after: null } }) }, 'Clear') : null,
     h('span', { class: 'counts' }, counts),
-    h('p', { id: 'filter-help', class: bad ? 'hint bad' : 'hint' }, bad ? problem.message : 'Words match id, group or finish; conditions such as max_abs>0.1 or finish=length are joined by spaces.'));
+    h('p', { id: 'filter-help', class: bad ? 'hint bad' : 'hint' }, bad ? problem.message : 'Words match id, group or finish. Conditions: max_abs > 0.5 and (wver_span > 1 or not finish = length); a space joins like and.'));
+}
+
+/** Words of a filter, if it is no more than that: each can be dropped by itself. */
+function words(q) {
+  return /\b(and|or|not)\b|[()"]/.test(q) ? [q] : q.split(/\s+/).filter(Boolean);
+}
+
+function facets(state, data) {
+  const q = state.params.get('q') || '';
+  const chosen = words(q);
+  const to = (next) => link(state, { params: { q: next.join(' ') || null, after: null, row: null } });
+  const chips = chosen.map((word) => h('a', { class: 'chip on', href: to(chosen.filter((w) => w !== word)), title: 'drop this condition' }, word, h('span', { 'aria-hidden': 'true' }, ' \u00d7'), h('span', { class: 'sr' }, ' drop')));
+  const rows = FACETS.filter((name) => data.facets && data.facets[name] && data.facets[name].values.length > 1).map((name) => {
+    const facet = data.facets[name];
+    const column = COLUMNS.find((c) => c.name === name).text;
+    return h('li', {}, h('span', { class: 'hint' }, `${column}: `), facet.values.map(([value, n]) => {
+      const word = `${name}=${value}`;
+      if (value === null || chosen.includes(word) || /\s/.test(String(value))) return h('span', { class: 'chip' }, value === null ? 'none' : String(value), ' ', h('b', {}, count(n)));
+      return h('a', { class: 'chip', href: to([...chosen, word]) }, String(value), ' ', h('b', {}, count(n)));
+    }), facet.more ? h('span', { class: 'hint' }, `and ${count(facet.more)} more values`) : null, facet.timed_out ? h('span', { class: 'hint' }, ' not all rows were counted') : null);
+  });
+  const query = new URLSearchParams({ ...scope(state, ['rep', 'sort', 'q']) });
+  const save = (format) => h('a', { href: `${runPath(state, 'seqs')}?${query}&format=${format}`, download: `sequences.${format}` }, format.toUpperCase());
+  return h('div', { class: 'facets' }, chips.length ? h('p', {}, chips) : null, rows.length ? h('ul', {}, rows) : null,
+    data.rows.length ? h('p', { class: 'hint' }, 'All matching rows as ', save('csv'), ' or ', save('arrow')) : null);
+}
+
+/** The largest |delta| along a sequence, on one fixed scale for all of them. */
+function spark(values) {
+  if (!values || !values.length) return NONE;
+  const size = 64 / values.length;
+  const bars = values.map((value, i) => {
+    if (value === null) return null;
+    const t = Number.isFinite(Number(value)) ? symlog(Math.abs(Number(value)), 1) : 1;
+    return svg('rect', { x: i * size, y: 16 - Math.max(t * 16, t > 0 ? 1 : 0), width: Math.max(size - 0.4, 0.6), height: Math.max(t * 16, t > 0 ? 1 : 0), class: Number(value) > 0.1 ? 'over' : 'bar' });
+  });
+  return svg('svg', { viewBox: '0 0 64 16', class: 'spark', 'aria-hidden': 'true' }, bars);
 }
 
 function wrong(state, problem) {
@@ -100,7 +141,7 @@ function body(state, data) {
 }
 
 function header(state, column, sort) {
-  if (!column.name) return h('th', { scope: 'col' }, column.text);
+  if (!column.name) return h('th', { scope: 'col', title: column.title || null }, column.text);
   const name = sort.replace(/^-/, '');
   const down = sort.startsWith('-');
   const here = name === column.name;
@@ -122,15 +163,16 @@ function line(state, row) {
   };
   return h('tr', { on: { click: press } },
     h('th', { scope: 'row', class: 'mono' }, h('a', { href: open, 'data-row': row.id, on: { focus: () => remember(row.id) } }, row.id)),
+    h('td', {}, spark(row.spark)),
     h('td', { class: 'mono' }, row.group ?? NONE),
     h('td', {}, row.finish ?? NONE),
     num(count(row.prompt_len)), num(count(row.response_len)), num(weights),
-    num(count(row.compared)),
-    h('td', { class: 'flag left' }, leftOut(row)),
     num(short(row.mean_abs)),
+    num(short(row.p99_abs)),
     num(row.max_at === null ? short(row.max_abs) : at(row.max_at, short(row.max_abs))),
     num(row.first_over === null ? NONE : at(row.first_over, String(row.first_over))),
-    num(percent(row.disagree_share)), num(percent(row.tokens_any_share)));
+    num(percent(row.disagree_share)), num(percent(row.tokens_any_share)),
+    h('td', { class: 'flag left' }, leftOut(row)));
 }
 
 function leftOut(row) {

@@ -14,7 +14,17 @@ const SCREENS = {
   overview: () => import('./overview.js'),
   seqs: () => import('./list.js'),
   seq: () => import('./sequence.js'),
+  timeline: () => import('./timeline.js'),
+  weights: () => import('./weights.js'),
+  layers: () => import('./layers.js'),
+  routing: () => import('./routing.js'),
+  causes: () => import('./causes.js'),
+  sides: () => import('./sides.js'),
+  basket: () => import('./basket.js'),
 };
+// an exported folder says which of them it has
+const only = document.querySelector('meta[name="rolltape-screens"]');
+const SHOWN = Object.keys(SCREENS).filter((name) => !only || only.content.split(' ').includes(name));
 const POLL_MS = 3000;
 
 const main = byId('main');
@@ -70,7 +80,7 @@ function decorate(state) {
   const run = runs.runs.find((r) => r.id === state.run);
   drawHeader(state, run);
   drawRail(state, runs);
-  drawTabs(state, Object.keys(SCREENS));
+  drawTabs(state, SHOWN);
   document.title = [state.seq, run && run.name, 'rolltape'].filter(Boolean).join(' \u00b7 ');
 }
 
@@ -117,6 +127,7 @@ async function poll() {
     return;
   }
   const state = current();
+  if (runs.follow && screen) await look(state);
   const run = runs.runs.find((r) => r.id === state.run);
   if (!run || run.sealed !== false || !screen) return;
   try {
@@ -131,19 +142,47 @@ async function poll() {
   }
 }
 
+// With --follow tapes and reports appear later: the list on the left, and the list of runs, follow.
+async function look(state) {
+  try {
+    const found = await getJson('api/runs', {}, abort.signal);
+    const names = (answer) => JSON.stringify(answer.runs.map((r) => [r.id, r.reports.map((p) => p.id)]));
+    if (names(found) === names(runs)) return;
+    runs = found;
+    decorate(state);
+    if (state.screen === 'home') reopen();
+  } catch (error) {
+    if (error instanceof ServerGone) showGone();
+    else if (error.name !== 'AbortError') drawStatus();
+  }
+}
+
 function reopen() {
   if (screen && screen.close) screen.close();
   screen = null;
   show(current());
 }
 
+async function starHere() {
+  (await import('./basket.js')).starHere(current(), runs);
+}
+
+async function palette() {
+  (await import('./palette.js')).openPalette(current(), runs, SHOWN);
+}
+
 const read = reader();
 addEventListener('keydown', (event) => {
   if (byId('dialog').open) return;
+  if (event.key === 'k' && (event.ctrlKey || event.metaKey) && !event.altKey && !event.shiftKey) {
+    event.preventDefault();
+    palette();
+    return;
+  }
   const key = read(event);
   if (key === null) return;
   if (key === 'Enter' && event.target.closest('a, button, summary, [role=slider]')) return;
-  const actions = { c: copyLink, t: toggle, '?': showHelp, ...(screen && screen.keys) };
+  const actions = { c: copyLink, t: toggle, s: starHere, '?': showHelp, ...(screen && screen.keys) };
   const [name, number] = key.startsWith('go ') ? ['go', Number(key.slice(3))] : [key];
   if (actions[name]) {
     event.preventDefault();
@@ -155,6 +194,8 @@ byId('skip').addEventListener('click', (event) => {
   event.preventDefault(); // the fragment belongs to the route
   main.focus();
 });
+
+byId('top').addEventListener('palette', palette);
 
 addEventListener('unhandledrejection', (event) => {
   if (event.reason && event.reason.name === 'AbortError') event.preventDefault();

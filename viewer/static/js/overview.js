@@ -3,6 +3,7 @@
 import { getJson, runPath, scope } from './api.js';
 import { bars, histogram } from './charts.js';
 import { h, num, put } from './dom.js';
+import { drift } from './drift.js';
 import { NONE, bytes, count, percent, plural, short } from './format.js';
 import { notice, notices } from './notices.js';
 import { link } from './route.js';
@@ -21,7 +22,7 @@ export async function open({ state, main, signal }) {
       data.verdict ? h('span', { class: 'hint' }, ' worst first') : null),
     h('div', { class: 'columns' },
       h('div', {}, coverage(data), numbers(data), recording(data.recording)),
-      h('div', {}, deltas(data), routing(data.routing))),
+      h('div', {}, deltas(data), moved(data.drift), routing(data.routing))),
     provenance(data.provenance, data.run),
   );
   return {};
@@ -107,6 +108,11 @@ function numbers(data) {
       ...Object.entries(data.by_semantics || {}).map(([column, m]) => [`${column}: mean / max`, `${short(m.mean_abs)} / ${short(m.max_abs)}`, 'nat']),
     ]),
   );
+}
+
+function moved(rows) {
+  const drawn = rows && drift(rows);
+  return drawn ? section('Drift', drawn) : null;
 }
 
 function deltas(data) {

@@ -21,8 +21,8 @@ const OWN = {
   timeline: ['t0', 't1', 'step', 'lane'],
   weights: ['version'],
   causes: ['cause'],
-  layers: ['metric', 'sites', 'from', 'to'],
-  routing: ['from', 'to'],
+  layers: ['metric', 'full', 'thr', 'open', 'from', 'to'],
+  routing: ['from', 'to', 'eps'],
   sides: ['a', 'b', 'show'],
 };
 /** Those that follow through the screens of one sequence. */

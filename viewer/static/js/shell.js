@@ -51,6 +51,7 @@ export function drawHeader(state, run) {
       'div',
       { class: 'tools' },
       h('a', { class: 'button', id: 'basket-link', href: link(state, { screen: 'basket', run: null, seq: null }) }, 'Basket'),
+      h('button', { type: 'button', id: 'goto', title: 'Ctrl K', on: { click: () => byId('top').dispatchEvent(new Event('palette')) } }, 'Go to'),
       h('button', { type: 'button', id: 'copy', on: { click: copyLink } }, 'Copy link'),
       h('button', { type: 'button', id: 'theme', on: { click: toggle } }, 'Light / dark'),
       h('button', { type: 'button', id: 'keys', on: { click: showHelp } }, 'Keys ?'),

@@ -60,8 +60,8 @@ export function readWindow({ arrays, metadata }) {
   };
 }
 
-/** Builds the strip of a window; `data` is from `readWindow`. */
-export function drawStrip(data) {
+/** Builds the strip of a window; `data` is from `readWindow`, ids are the prefix and the position. */
+export function drawStrip(data, prefix = 't') {
   const blocks = [];
   let block = null;
   let last = null;
@@ -79,7 +79,7 @@ export function drawStrip(data) {
     }
     const { flow, split, bare } = data.text(i);
     const token = document.createElement('span');
-    token.id = `t${position}`;
+    token.id = `${prefix}${position}`;
     token.setAttribute('role', 'option');
     token.className = classes(data, i, split, bare);
     token.textContent = flow;
@@ -99,13 +99,13 @@ function classes(data, i, split, bare) {
 }
 
 /** Colours the tokens by a statistic; returns how many are clipped. */
-export function paintStrip(data, stat, scale, theme) {
+export function paintStrip(data, stat, scale, theme, prefix = 't') {
   let clipped = 0;
   const n = data.end - data.start;
   for (let i = 0; i < n; i += 1) {
     const value = stat.value(data, i);
     const plain = value === null || (stat.signed && (data.state(i) !== 'compared' || data.has(i, 'equal')));
-    const { style, classList } = document.getElementById(`t${data.start + i}`);
+    const { style, classList } = document.getElementById(`${prefix}${data.start + i}`);
     classList.toggle('amount', !plain && !stat.signed);
     if (plain) {
       if (style.backgroundColor) ['background-color', 'color', 'border-bottom-width'].forEach((name) => style.removeProperty(name));

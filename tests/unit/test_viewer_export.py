@@ -1,0 +1,297 @@
+"""The exported folder, links made in Python, and following folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the viewer extra is not installed")
+
+from click.testing import CliRunner
+
+from rolltape.store import UsageError
+from rolltape.store import open as open_tape
+from rolltape.store.errors import TapeExistsError
+from rolltape.viewer.cli import view
+from rolltape.viewer.export import _key, export, windows
+from rolltape.viewer.library import LOOK_EVERY, Library
+from tests.e2e.test_viewer_js import _node
+from tests.e2e.viewer_client import Api
+from tests.e2e.viewer_data import Scene, add_replay, build, make_cases
+
+JS = Path(__file__).resolve().parents[2] / "viewer" / "static" / "js"
+
+
+def node(script: str, *arguments: str) -> Any:
+    done = subprocess.run(
+        [_node(), "--input-type=module", "-e", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# ---- the folder ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scene, Path, dict[str, Any]]:
+    """Two of the sequences of a tape with two reports."""
+    cases = make_cases(long=150)
+    scene = build(tmp_path_factory.mktemp("exported"), cases=cases)
+    add_replay(scene, "second", cases, switches={"routing": "ids"})
+    out = tmp_path_factory.mktemp("out") / "bundle"
+    done = export([scene.a.parent], out, ["0-0.1", scene.id("0-2.1")])
+    return scene, out, done
+
+
+def saved(out: Path, path: str, **params: Any) -> Any:
+    manifest = json.loads((out / "bundle.json").read_text())
+    data = (out / manifest["files"][_key(path, params)]).read_bytes()
+    return data if data[:1] != b"{" and data[:1] != b"[" else json.loads(data)
+
+
+def test_the_answers_are_those_of_the_interface(bundle: Any) -> None:
+    scene, out, done = bundle
+    api = Api(scene.a.parent)
+    run, worst = api.run, scene.id("0-0.1")
+    assert done["sequences"] == {run: [worst, scene.id("0-2.1")]}
+    at = f"api/runs/{run}"
+    for rep in [r["id"] for r in api.get("/api/runs")["runs"][0]["reports"]]:
+        assert saved(out, at, rep=rep) == api.get(f"/{at}", rep=rep)
+        assert saved(out, f"{at}/causes", rep=rep) == api.get(f"/{at}/causes", rep=rep)
+        tokens = f"{at}/seqs/{worst}/tokens"
+        n = api.get(f"/{at}/seqs/{worst}")["n"]
+        want = api.raw(f"/{tokens}", start=0, end=n, rep=rep).content
+        assert saved(out, tokens, start=0, end=n, rep=rep) == want
+        details = saved(out, f"{tokens}/64", rep=rep)
+        assert details["71"] == api.get(f"/{tokens}/71", rep=rep)
+    # an address without a report means the newest one
+    assert saved(out, at) == api.get(f"/{at}")
+    assert saved(out, f"{tokens}/64") == details
+
+
+def test_a_long_sequence_is_saved_in_the_windows_that_the_page_asks_for() -> None:
+    assert windows(0) == []
+    assert windows(4096) == [(0, 4096)]
+    assert windows(9000) == [(0, 4096), (4096, 8192), (8192, 9000)]
+
+
+def test_only_the_chosen_sequences_are_in_it(bundle: Any) -> None:
+    scene, out, _ = bundle
+    api = Api(scene.a.parent)
+    page = saved(out, f"api/runs/{api.run}/seqs")
+    assert [r["id"] for r in page["rows"]] == [scene.id("0-0.1"), scene.id("0-2.1")]
+    assert (page["total"], page["matched"], page["next"]) == (2, 2, None)
+    info = saved(out, f"api/runs/{api.run}/seqs/{scene.id('0-0.1')}")
+    neighbours = {"previous": None, "next": scene.id("0-2.1"), "rank": 1, "of": 2}
+    assert info["neighbours"] == neighbours
+    manifest = json.loads((out / "bundle.json").read_text())
+    named = {
+        k.split("/seqs/")[1].split("/")[0].split("?")[0] for k in manifest["files"] if "/seqs/" in k
+    }
+    assert named == {scene.id("0-0.1"), scene.id("0-2.1")}
+    assert not any(p.suffix == ".arrow" for p in out.rglob("*"))
+
+
+def test_two_reports_are_put_side_by_side(bundle: Any) -> None:
+    scene, out, _ = bundle
+    api = Api(scene.a.parent)
+    reports = [r["id"] for r in api.get("/api/runs")["runs"][0]["reports"]]
+    path = f"api/runs/{api.run}/seqs/{scene.id('0-0.1')}/sides/info"
+    a, b = reports
+    assert saved(out, path, a=a, b=b) == api.get(f"/{path}", a=a, b=b)
+    assert saved(out, path, a=b, b=a) == api.get(f"/{path}", a=b, b=a)
+
+
+def test_the_page_carries_its_own_policy_and_no_other_address(bundle: Any) -> None:
+    _, out, _ = bundle
+    index = (out / "index.html").read_text()
+    assert "default-src 'self'" in index
+    assert index.index("static_api.js") < index.index("js/main.js")
+    assert "http:" not in index
+    assert "https:" not in index
+    assert (out / "static" / "js" / "main.js").is_file()
+
+
+def test_keys_are_made_the_same_way_on_both_sides() -> None:
+    cases = [
+        ["api/runs", {}],
+        ["api/runs/ab/seqs/e.0-0.0/tokens", {"start": 0, "end": 4096, "rep": None}],
+        ["api/runs/ab/seqs/e:1/sides", {"b": "y", "a": "x", "start": 4096, "end": 5000}],
+    ]
+    script = """
+        globalThis.window = { fetch() {} };
+        globalThis.document = { baseURI: 'http://x/' };
+        const { keyOf } = await import(process.argv[1]);
+        console.log(JSON.stringify(JSON.parse(process.argv[2]).map(([p, q]) => keyOf(p, q))));
+    """
+    found = node(script, str(JS / "static_api.js"), json.dumps(cases))
+    assert found == [_key(path, params) for path, params in cases]
+
+
+def test_lists_are_sorted_and_filtered_without_a_server() -> None:
+    rows = [
+        {"id": "e.0", "max_abs": 0.1, "finish": "stop", "group": None},
+        {"id": "e.1", "max_abs": None, "finish": "length", "group": "g"},
+        {"id": "e.2", "max_abs": 0.3, "finish": "length", "group": "g"},
+    ]
+    script = """
+        globalThis.window = { fetch() {} };
+        globalThis.document = { baseURI: 'http://x/' };
+        const { listed } = await import(process.argv[1]);
+        const rows = JSON.parse(process.argv[2]);
+        const sorted = [{}, { sort: '-max_abs' }, { sort: 'max_abs' }];
+        const asked = [...sorted, { q: 'LENGTH' }, { q: 'max_abs>0' }];
+        const found = asked.map((query) => listed(rows, query));
+        console.log(JSON.stringify(found.map((some) => some && some.map((row) => row.id))));
+    """
+    found = node(script, str(JS / "static_api.js"), json.dumps(rows))
+    assert found == [
+        ["e.0", "e.1", "e.2"],
+        ["e.2", "e.0", "e.1"],
+        ["e.0", "e.2", "e.1"],
+        ["e.1", "e.2"],
+        None,
+    ]
+
+
+def test_what_cannot_be_exported_is_said(small: Scene, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run has it"):
+        export([small.a], tmp_path / "x", ["nobody"])
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(TapeExistsError, match="not empty"):
+        export([small.a], tmp_path / "full", ["0-0.0"])
+    for words, said in (
+        (["--export", str(tmp_path / "y")], "--sequences ID,ID"),
+        (["--sequences", "0-0.0"], "--export DIR"),
+        (["--export", str(tmp_path / "y"), "--sequences", "0-0.0", "--follow"], "need a server"),
+    ):
+        done = CliRunner().invoke(view, [str(small.a), *words])
+        error = done.exception
+        assert isinstance(error, UsageError)
+        assert said in f"{error} {error.hint}"
+
+
+def test_the_command_says_how_to_open_the_folder(small: Scene, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = [str(small.a), "--export", str(out), "--sequences", "0-0.0"]
+    done = CliRunner().invoke(view, words, standalone_mode=False)
+    assert done.exception is None, done.output
+    assert f"python -m http.server -d {out}" in done.output
+    assert "1 sequences" in done.output
+
+
+# ---- links --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "want"),
+    [
+        ({}, {"screen": "overview", "seq": None, "tok": None, "layer": None}),
+        ({"seq": 0}, {"screen": "seq", "tok": None, "layer": None}),
+        ({"seq": 0, "tok": 71}, {"screen": "seq", "tok": "71", "layer": None}),
+        ({"seq": 0, "tok": 71, "layer": 3}, {"screen": "layers", "tok": "71", "layer": "3"}),
+        ({"seq": "odd id/%?#&\u00e9 (1)"}, {"screen": "seq", "tok": None, "layer": None}),
+    ],
+)
+def test_links_made_in_python_are_read_by_the_page(
+    scene: Scene, arguments: dict[str, Any], want: dict[str, Any]
+) -> None:
+    tape = open_tape(scene.a)
+    first = next(iter(tape))
+    given = {k: first if k == "seq" and v == 0 else v for k, v in arguments.items()}
+    url = tape.url(**given, base="http://host:9/under/")
+    base, mark, fragment = url.partition("#")
+    assert (base, mark) == ("http://host:9/under/", "#")
+    script = """
+        const { parse, format } = await import(process.argv[1]);
+        const state = parse(process.argv[2]);
+        const { screen, run, seq, params } = state;
+        const [tok, layer] = ['tok', 'layer'].map((name) => params.get(name));
+        console.log(JSON.stringify({ screen, run, seq, tok, layer, again: format(state) }));
+    """
+    found = node(script, str(JS / "route.js"), mark + fragment)
+    assert found.pop("run") == tape.uuid
+    again = found.pop("again")
+    named = given.get("seq")
+    name = named if isinstance(named, str) or named is None else named.id
+    assert found == {"seq": name, **want}
+    assert again == mark + fragment  # the page writes the same address
+
+
+def test_a_link_takes_a_sequence_its_key_or_its_id(scene: Scene) -> None:
+    tape = open_tape(scene.a)
+    first = next(iter(tape))
+    urls = {tape.url(which, 5) for which in (first, first.key, first.id)}
+    assert urls == {f"http://127.0.0.1:8000/#/run/{tape.uuid}/seq/{first.id}?tok=5"}
+    with pytest.raises(UsageError, match="needs a sequence"):
+        tape.url(tok=5)
+    with pytest.raises(UsageError, match="negative"):
+        tape.url(first, -1)
+
+
+# ---- following ----------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def names(library: Library) -> list[tuple[str, int]]:
+    library.refresh()
+    return [(run.name, len(run.reports)) for run in library.runs()]
+
+
+def test_with_follow_new_tapes_and_reports_appear(small: Scene, tmp_path: Path) -> None:
+    folder = tmp_path / "watched"
+    folder.mkdir()
+    clock = Clock()
+    library = Library([folder], follow=True, clock=clock)
+    still = Library([folder], clock=clock)
+    assert names(library) == []
+    shutil.copytree(small.a, folder / "a")
+    assert names(library) == []  # not before a second has passed
+    clock.now += LOOK_EVERY
+    assert names(library) == [("a", 0)]
+    generation = library.generation
+    shutil.copytree(small.report, folder / "report")
+    clock.now += LOOK_EVERY
+    assert names(library) == [("a", 0)]  # a report is waited for until it no longer changes
+    clock.now += LOOK_EVERY
+    assert names(library) == [("a", 1)]
+    assert library.generation > generation
+    assert names(still) == []  # without follow nothing new is opened
+
+
+def test_a_folder_that_cannot_be_opened_yet_is_tried_again(small: Scene, tmp_path: Path) -> None:
+    folder = tmp_path / "watched"
+    shutil.copytree(small.a, folder / "a")
+    header = (folder / "a" / "tape.json").read_bytes()
+    (folder / "a" / "tape.json").write_bytes(header[: len(header) // 2])
+    clock = Clock()
+    library = Library([folder], follow=True, clock=clock)
+    assert names(library) == []
+    for _ in range(3):
+        clock.now += LOOK_EVERY
+        assert names(library) == []
+    assert len(library.failures) == 1
+    (folder / "a" / "tape.json").write_bytes(header)
+    clock.now += LOOK_EVERY
+    assert names(library) == [("a", 0)]
+    assert library.failures == []

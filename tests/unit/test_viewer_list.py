@@ -1,0 +1,323 @@
+"""The list over many sequences: the filter's grammar, paging while rows come, facets, formats."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltape.replay.report import spark
+from rolltape.store import TapeWriter, seal
+from rolltape.store.columns import Masked
+from rolltape.viewer import predicate
+from rolltape.viewer.answers import Problem
+from rolltape.viewer.library import KEPT_PAIRS, LOOK_EVERY, Library
+from rolltape.viewer.listing import COLUMNS, FACET_SECONDS, Listing
+from rolltape.viewer.views import Views
+from tests.e2e import viewer_data
+from tests.e2e.viewer_client import Api, Json
+from tests.e2e.viewer_data import Scene, build, make_cases
+
+# ---- the filter ---------------------------------------------------------------------------
+
+VALUES = {
+    "x": np.array([0.0, 1.0, 2.0, np.nan, -np.inf]),
+    "y": np.array([5.0, np.nan, 5.0, 1.0, 0.0]),
+    "word": pa.array(["Alpha", "beta", None, "al pha", 'q"q']).dictionary_encode(),
+    "id": pa.array(["a:1", "b", "c(d)", "and", "e"]),
+}
+FIELDS = predicate.Fields("q", ("x", "y"), ("word", "id"), ("word", "id"), VALUES.__getitem__)
+
+
+def kept(text: str) -> list[int]:
+    node = predicate.parse(text, "q")
+    predicate.check(node, FIELDS)
+    return np.flatnonzero(predicate.mask(node, FIELDS, 5)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("", [0, 1, 2, 3, 4]),
+        ("x>0", [1, 2]),
+        ("x > 0 and y = 5", [2]),
+        ("x>0 y=5", [2]),
+        ("x > 1 or y = 1", [2, 3]),
+        ("x > 1 or y = 1 and x < 0", [2]),  # `and` binds more tightly
+        ("(x > 1 or y = 1) and y > 2", [2]),
+        ("not x > 0", [0, 3, 4]),
+        ("not (x > 0 or y = 0)", [0, 3]),
+        ("not not x > 0", [1, 2]),
+        ("x != 1", [0, 2, 4]),  # what is absent meets no condition
+        ("x = null", [3]),
+        ("x != null y = null", [1]),
+        ("x<=-inf", [4]),
+        ("x == 1", [1]),
+        ("word = Alpha", [0]),
+        ('word = "al pha"', [3]),
+        ("word != beta", [0, 2, 3, 4]),
+        ("word = null", [2]),
+        ("word:AL", [0, 3]),
+        ('word = "q\\"q"', [4]),
+        ("alpha", [0]),
+        ('"al pha"', [3]),
+        ("a:1", [0]),
+        ('"and"', [3]),
+        ('"c(d)"', [2]),
+        ("beta or id:e", [1, 4]),
+        ("x>0(y=5)", [2]),
+    ],
+)
+def test_a_filter_keeps_what_it_says(text: str, rows: list[int]) -> None:
+    assert kept(text) == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "words"),
+    [
+        ("x > 0 and (y = 1", 10, "not closed"),
+        ("x > 0 ) y = 1", 6, "')' was not expected"),
+        ("x > 0 or", 8, "expected, not the end"),
+        ("and x > 0", 0, "expected, not 'and'"),
+        ("()", 1, "expected, not ')'"),
+        ("y = 5 colour > 1", 6, "'colour' is not one of"),
+        ("y > many", 0, "'y > many' needs a number after >"),
+        ("y >", 0, "needs a value"),
+        ("word > 1", 0, "word is text"),
+        ('x = 1 "no end', 6, "does not end"),
+        ("not " * 50 + "x > 1", 4 * predicate.MAX_DEPTH, "nested more than"),
+        ("(" * 60 + "x > 1" + ")" * 60, predicate.MAX_DEPTH, "nested more than"),
+    ],
+)
+def test_what_is_wrong_with_a_filter_is_named_with_its_place(
+    text: str, at: int, words: str
+) -> None:
+    with pytest.raises(Problem) as caught:
+        kept(text)
+    body = caught.value.body
+    assert (body["status"], body["field"], body["position"]) == (400, "q", at)
+    assert words in body["detail"] and body["detail"].startswith(f"q: at character {at + 1}: ")
+
+
+@given(st.text(alphabet='xyword() "\\and:or<=>!not0123456789.e-', max_size=40))
+def test_a_filter_is_answered_or_refused(text: str) -> None:
+    try:
+        assert all(0 <= row < 5 for row in kept(text))
+    except Problem as problem:
+        assert problem.body["status"] == 400
+        assert 0 <= problem.body["position"] <= len(text)
+
+
+def test_expressions_over_the_interface(api: Api, scene: Scene) -> None:
+    query = 'max_abs > 0.5 and (wver_span > 1 or finish = "length")'
+    rows = api.rows(q=query)
+    assert {row["id"] for row in rows} == {scene.id("0-0.1"), scene.id("0-2.1")}
+    problem = api.fails(400, api.at("seqs"), q="max_abs > 0.5 and (finish")
+    assert (problem["field"], problem["position"]) == ("q", 18)
+    matched = {q: api.get(api.at("seqs"), q=q)["matched"] for q in ("abort", "not abort")}
+    assert sum(matched.values()) == 10
+
+
+# ---- columns ------------------------------------------------------------------------------
+
+
+def test_columns_of_a_row(api: Api, scene: Scene) -> None:
+    rows = {row["id"]: row for row in api.rows()}
+    straddles, masked, holes = (rows[scene.id(n)] for n in ("0-2.0", "0-1.2", "0-1.1"))
+    assert straddles["wver_span"] == 2 and holes["wver_span"] == 1
+    assert masked["masked_share"] == 1.0 and 0 < holes["masked_share"] < 1
+    assert holes["routing_agreement"] == pytest.approx(1 - holes["disagree_share"])
+    assert (holes["replay"], rows[scene.id("0-2.2")]["replay"]) == ("in-report", "not-in-report")
+    assert holes["opened"] == 1_700_000_000.0
+    assert holes["cause"] is None and holes["spark"] is None and holes["p99_abs"] is None
+    assert set(holes) == {*COLUMNS, "in_report", "in_tape", "spark"}
+    assert api.rows(sort="-wver_span")[0]["id"] == scene.id("0-2.0")
+    assert {row["id"] for row in api.rows(q="replay=not-in-report")} == {
+        scene.id("0-2.2"),
+        scene.id("0-3.0"),
+    }
+
+
+def test_sparks_and_percentiles_of_a_report_that_has_them(small: Scene) -> None:
+    case = small.cases["0-0.1"]
+    drawn = spark(Masked(np.arange(case.length, dtype=np.float32), np.arange(case.length) > 33))
+    with TapeWriter(small.report) as writer:  # a row that comes later counts
+        row = {"a": case.key_a.id, "b": "x", "max_abs": 3.0, "p99_abs": 0.5, "spark": [drawn]}
+        writer.append("sequences", row)
+    rows = {row["id"]: row for row in Api(small.a, small.report).rows()}
+    found = rows[case.key_a.id]
+    assert (found["max_abs"], found["p99_abs"]) == (3.0, 0.5)
+    assert found["spark"] == [
+        float(v) if ok else None for v, ok in zip(drawn.values, drawn.valid, strict=True)
+    ]
+    assert rows[small.id("0-0.0")]["spark"] is None
+
+
+# ---- paging -------------------------------------------------------------------------------
+
+
+def _pages(listing: Listing, **query: Any) -> list[str]:
+    seen, after = [], None
+    while True:
+        page = listing.page(**{"sort": None, "query": None, "limit": 3, "after": after, **query})
+        seen += [row["id"] for row in page["rows"]]
+        if page["next"] is None:
+            return seen
+        after = page["next"]
+
+
+@pytest.mark.parametrize("sort", ["order", "-prompt_len", "id", "-finish", "mean_abs", "-cause"])
+@pytest.mark.parametrize("query", [None, "finish!=stop", "group:0-1 or group:0-2"])
+def test_pages_hold_every_row_once(scene: Scene, sort: str, query: str | None) -> None:
+    library = Library([scene.a, scene.report])
+    listing = Listing(library.pair(library.runs()[0].id, None))
+    ids = listing.table(listing.select(sort, query)).column("id").to_pylist()
+    assert _pages(listing, sort=sort, query=query) == ids
+    assert len(set(ids)) == len(ids) > 0
+
+
+def test_a_cursor_stays_where_it_was_when_rows_come(tmp_path: Path) -> None:
+    cases = make_cases()
+    scene = build(tmp_path, cases=cases[:6], sealed=False)
+    now = [0.0]
+    library = Library([scene.a], clock=lambda: now[0])
+    views = Views(library)
+    run = library.runs()[0].id
+    pages: dict[str, Json] = {}
+    for sort in ("order", "-response_len", "id"):
+        query = {"sort": sort, "query": None, "after": None}
+        pages[sort] = views.page(views.pair(run, None), limit=4, **query)
+    with TapeWriter(scene.a) as writer:
+        for case in cases[6:]:
+            viewer_data._write_sequence(writer, case, case.key_a, case.finish)
+            viewer_data._write_tokens(writer, case, case.key_a, case.a)
+    now[0] += LOOK_EVERY
+    for sort, first in pages.items():
+        query = {"sort": sort, "query": None}
+        pair = views.pair(run, None)
+        whole = [r["id"] for r in views.page(pair, limit=50, after=None, **query)["rows"]]
+        assert len(whole) == 10
+        last = first["rows"][-1]["id"]
+        rest = views.page(pair, limit=50, after=first["next"], **query)
+        assert [r["id"] for r in rest["rows"]] == whole[whole.index(last) + 1 :]
+        assert rest["start"] == whole.index(last) + 1
+
+
+def test_a_cursor_of_another_order_is_refused(api: Api) -> None:
+    cursor = api.get(api.at("seqs"), limit=3, sort="id")["next"]
+    assert api.fails(400, api.at("seqs"), after=cursor, sort="order")["field"] == "after"
+
+
+# ---- facets and formats -------------------------------------------------------------------
+
+
+def test_facets_count_the_rows_that_match(api: Api) -> None:
+    page = api.get(api.at("seqs"), facets="finish,weight_version,group", q="group:0-0 or group:0-2")
+    counts = {v["value"]: v["count"] for v in page["facets"]["finish"]["values"]}
+    assert counts == {"stop": 3, "length": 2, "open": 1}
+    assert sum(v["count"] for v in page["facets"]["group"]["values"]) == page["matched"]
+    assert {v["value"] for v in page["facets"]["weight_version"]["values"]} == {3, 4}
+    assert page["facets_timed_out"] == [] and page["facets"]["finish"]["complete"]
+    assert api.fails(400, api.at("seqs"), facets="colour")["field"] == "facets"
+
+
+def test_facets_that_were_not_counted_to_the_end_say_so(scene: Scene) -> None:
+    library = Library([scene.a, scene.report])
+    listing = Listing(library.pair(library.runs()[0].id, None))
+    times = iter([0.0] + [FACET_SECONDS + i for i in range(20)])
+    found = listing.facets("finish,group", None, clock=lambda: next(times))
+    # the first block of the first one is always counted
+    assert found["facets"]["finish"]["complete"] and found["facets_timed_out"] == ["group"]
+    assert found["facets"]["group"]["values"] == []
+
+
+def test_the_list_as_arrow_and_as_csv(api: Api) -> None:
+    rows = api.rows(sort="id")
+    answer = api.raw(api.at("seqs"), sort="id", format="arrow", limit=10)
+    assert answer.headers["content-type"] == "application/vnd.apache.arrow.stream"
+    table = pa.ipc.open_stream(answer.content).read_all()
+    assert table.column("id").to_pylist() == [row["id"] for row in rows]
+    assert table.column("mean_abs").to_pylist() == [row["mean_abs"] for row in rows]
+    answer = api.raw(api.at("seqs"), sort="id", format="csv", limit=4)
+    assert answer.headers["content-type"].startswith("text/csv")
+    assert "attachment" in answer.headers["content-disposition"]
+    found = pyarrow.csv.read_csv(io.BytesIO(answer.content))
+    assert found.column("id").to_pylist() == [row["id"] for row in rows[:4]]
+    rest = api.rows(sort="id", after=answer.headers["rolltape-next"])
+    assert rest == rows[4:]
+    assert api.fails(400, api.at("seqs"), format="xlsx")["field"] == "format"
+
+
+# ---- what is kept -------------------------------------------------------------------------
+
+
+def test_a_sealed_run_is_not_computed_for_a_client_that_has_it(
+    small: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal(small.report)
+    api = Api(small.a, small.b, small.report)
+    seq = small.id("0-0.1")
+    addresses: list[tuple[str, Json]] = [
+        (api.at(), {}),
+        (api.at("seqs"), {"sort": "id"}),
+        (api.at("seqs", seq), {}),
+        (api.at("seqs", seq, "tokens"), {"start": 0, "end": 9}),
+        (api.at("seqs", seq, "tokens", "71"), {}),
+    ]
+    tags = [api.raw(path, **params).headers["etag"] for path, params in addresses]
+    assert len(set(tags)) == len(tags)
+    for name in ("overview", "page", "sequence", "columns"):
+        monkeypatch.setattr(Views, name, lambda *_, **__: pytest.fail("computed"))
+    for (path, params), tag in zip(addresses, tags, strict=True):
+        again = api.client.get(path, params=params, headers={"if-none-match": tag})
+        assert (again.status_code, again.headers["etag"]) == (304, tag)
+
+
+def test_a_tag_changes_when_damage_is_found(small: Scene) -> None:
+    (shard,) = (small.a / "routes").iterdir()
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    shard.write_bytes(data)
+    seal(small.report)
+    library = Library([small.a, small.b, small.report])
+    pair = library.pair(library.runs()[0].id, None)
+    assert pair.fingerprint is not None
+    api = Api(small.a, small.b, small.report)
+    tag = api.raw(api.at()).headers["etag"]
+    again = api.client.get(api.at(), headers={"if-none-match": tag})
+    assert again.status_code == 304
+    header = json.loads((small.a / "seal.json").read_text())
+    assert header["shards"]
+
+
+def test_a_run_that_grows_has_the_tag_of_its_answer(tmp_path: Path) -> None:
+    scene = build(tmp_path, cases=make_cases()[:2], sealed=False)
+    api = Api(scene.a)
+    path = api.at("seqs")
+    tag = api.raw(path).headers["etag"]
+    assert api.client.get(path, headers={"if-none-match": tag}).status_code == 304
+    assert api.raw(path, sort="id").headers["etag"] != tag
+
+
+def test_pairs_that_nobody_looks_at_are_let_go(tmp_path: Path) -> None:
+    scenes = [build(tmp_path / str(i), cases=make_cases()[:2]) for i in range(KEPT_PAIRS + 2)]
+    library = Library([path for s in scenes for path in (s.a, s.b, s.report)])
+    views = Views(library)
+    runs = [run.id for run in library.runs() if run.reports]
+    assert len(runs) == KEPT_PAIRS + 2
+    first = views.pair(runs[0], None)
+    before = views.page(first, sort=None, query=None, limit=10, after=None)
+    for run in runs[1:]:
+        views.page(views.pair(run, None), sort=None, query=None, limit=10, after=None)
+    again = views.pair(runs[0], None)
+    assert again is not first and again.tape is not first.tape
+    assert len(views._listings) <= KEPT_PAIRS
+    assert views.page(again, sort=None, query=None, limit=10, after=None) == before

@@ -1,0 +1,39 @@
+"""The versions of the weights."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+
+from rolltape.viewer.answers import unknown
+from rolltape.viewer.endpoints.parameters import ReportId
+from rolltape.viewer.views import Views
+from rolltape.viewer.weights import weights
+
+
+def router(views: Views) -> APIRouter:
+    """`runs/{run}/weights`."""
+    api = APIRouter(prefix="/runs/{run}")
+
+    @api.get("/weights")
+    def all_of_them(
+        request: Request,
+        run: str,
+        rep: ReportId = None,
+        version: Annotated[int | None, Query(ge=0, le=(1 << 62))] = None,
+    ) -> Response:
+        with views.library.lock:
+            pair = views.pair(run, rep)
+            if pair.tape is None:
+                hint = "the tape of this report is not open; start the viewer with it as well"
+                raise unknown("tape", pair.run.name, hint)
+            tape = pair.tape
+            return views.answer(
+                request,
+                pair,
+                lambda: weights(pair, tape, version) | {"problems": pair.problems},
+            )
+
+    return api

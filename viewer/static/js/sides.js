@@ -1,0 +1,337 @@
+// Two replays of one tape side by side: the same tokens, coloured by what each replay made of them.
+
+import { getArrays, getJson, runPath } from './api.js';
+import { css, paint } from './colour.js';
+import { byId, h, num, put } from './dom.js';
+import { NONE, count, plural, short, signed } from './format.js';
+import { notice } from './notices.js';
+import { current, go, integer, link, replace } from './route.js';
+import { say, whisper } from './shell.js';
+import { VIEWS, readSides } from './sides_data.js';
+import { STATS, presetOf } from './stats.js';
+import { STATE_TEXT, WINDOW, drawStrip, paintStrip, readWindow } from './strip.js';
+import { onTheme, theme } from './theme.js';
+
+const DELTA = STATS[0];
+const SHOWS = [['both', 'A and B'], ['a', 'A'], ['b', 'B'], ['diff', 'A \u2212 B']];
+
+export async function open({ state, main, runs, signal }) {
+  const run = runs.runs.find((r) => r.id === state.run);
+  const reports = run ? run.reports : [];
+  if (reports.length < 2) return lonely(state, main, reports, signal);
+  const chosen = choose(state, reports);
+  if (chosen) {
+    replace(link(state, { params: chosen }), { quiet: true });
+    state = current();
+  }
+  const params = { a: state.params.get('a'), b: state.params.get('b') };
+  const path = (...rest) => runPath(state, 'seqs', state.seq, ...rest);
+  const info = await getJson(path('sides', 'info'), params, signal);
+  if (signal.aborted) return {};
+  const page = new Page({ state, info, reports, params, path, signal });
+  page.build(main);
+  page.ready = page.follow(state);
+  return page;
+}
+
+/** Reports for the places that the address leaves open. */
+function choose(state, reports) {
+  const ids = reports.map((r) => r.id);
+  const [a, b] = [state.params.get('a'), state.params.get('b')];
+  if (a && b) return null;
+  const first = a || ids.find((id) => id !== b) || ids[0];
+  return { a: first, b: b || ids.findLast((id) => id !== first) || first };
+}
+
+async function lonely(state, main, reports, signal) {
+  const causes = await getJson(runPath(state, 'causes'), {}, signal);
+  const row = causes.rows.find((r) => r.commands.length);
+  put(main, h('h1', { class: 'mono' }, state.seq), notice({
+    level: 'info', title: reports.length ? 'Only one report of this tape is open' : 'No report of this tape is open',
+    text: `Two replays are compared here. ${row ? `This makes ${reports.length ? 'a second one' : 'some'}, and tests ${row.title.toLowerCase()}:` : 'Open the folder that holds the others.'}`,
+    commands: row ? row.commands : [],
+    extra: h('p', {}, h('a', { href: link(state, { screen: 'causes', seq: null }) }, 'What else could be tested')),
+  }));
+  return {};
+}
+
+class Page {
+  constructor({ state, info, reports, params, path, signal }) {
+    Object.assign(this, { info, reports, params, path, signal });
+    this.base = { run: state.run, seq: state.seq };
+    this.view = null;
+    this.data = null;
+    this.keys = this.makeKeys();
+    this.unthemed = onTheme(() => this.paint());
+  }
+
+  close() {
+    this.unthemed();
+  }
+
+  build(main) {
+    const { info } = this;
+    const state = current();
+    this.strips = Object.fromEntries(VIEWS.map((view) => {
+      const strip = h('div', { class: 'strip', id: `strip-${view}`, role: 'listbox', tabindex: 0, 'aria-label': `Tokens, ${SHOWS.find(([s]) => s === view)[1]}` });
+      strip.addEventListener('click', (event) => {
+        const token = event.target.closest('.t');
+        if (token && !String(getSelection())) this.pin(position(token));
+      });
+      strip.addEventListener('mouseover', (event) => this.readout(event.target.closest('.t')));
+      strip.addEventListener('mouseleave', () => this.readout(null));
+      strip.addEventListener('scroll', () => this.sync(strip), { passive: true });
+      return [view, strip];
+    }));
+    this.columns = Object.fromEntries(VIEWS.map((view) => [view, h('div', { class: 'side' }, h('h2', {}, this.title(view)), this.strips[view])]));
+    this.line = h('p', { class: 'readout', id: 'readout' });
+    this.controls = h('div', { class: 'controls' });
+    put(main,
+      h('h1', { class: 'mono' }, info.seq, h('span', { class: 'neighbours' }, h('a', { href: link(state, { screen: 'seq', params: { rep: this.params.a } }) }, 'tokens of A'), ' ', h('a', { href: link(state, { screen: 'seq', params: { rep: this.params.b } }) }, 'tokens of B'))),
+      this.pickers(state),
+      ['a', 'b'].filter((s) => !info[s].here).map((s) => notice({
+        level: 'warn', title: `${s.toUpperCase()} does not have this sequence`,
+        text: `${info[s].name} did not compare it: the replay left it out, or its tokens did not match. The other side is shown alone.`,
+        extra: h('p', {}, h('a', { href: link(state, { screen: 'overview', seq: null, params: { rep: info[s].rep } }) }, 'What that report did not compare')),
+      })),
+      this.params.a === this.params.b ? notice({ level: 'info', title: 'A and B are the same report', text: 'Choose another one in either list.' }) : null,
+      h('div', { class: 'twocards' }, settings(info), counts(info, state)),
+      unmatched(info, state),
+      info.n ? [h('div', { class: 'striphead' }, this.controls, this.line), h('div', { class: 'pair' }, VIEWS.map((v) => this.columns[v]))]
+        : notice({ level: 'info', title: 'An empty sequence', text: 'It was opened and no token was recorded.' }));
+  }
+
+  title(view) {
+    const { a, b } = this.info;
+    if (view === 'diff') return ['A \u2212 B ', h('span', { class: 'hint' }, 'logprob of A minus logprob of B')];
+    return [`${view.toUpperCase()} `, h('span', { class: 'hint' }, (view === 'a' ? a : b).name)];
+  }
+
+  pickers(state) {
+    const pick = (side) => h('label', {}, `${side.toUpperCase()} `,
+      h('select', { id: `pick-${side}`, on: { change: (e) => go(link(current(), { params: { [side]: e.target.value } })) } },
+        this.reports.map((r) => h('option', { value: r.id, selected: r.id === this.params[side] || null }, r.name))));
+    return h('p', { class: 'pickers' }, pick('a'), ' ', pick('b'), ' ',
+      h('a', { class: 'button', href: link(state, { params: { a: this.params.b, b: this.params.a } }) }, 'Swap'));
+  }
+
+  update(state) {
+    const same = state.screen === 'sides' && state.run === this.base.run && state.seq === this.base.seq
+      && state.params.get('a') === this.params.a && state.params.get('b') === this.params.b;
+    if (same) this.follow(state);
+    return same;
+  }
+
+  async follow(state) {
+    const { n } = this.info;
+    if (!n) return;
+    const tok = integer(state.params.get('tok'));
+    const win = integer(state.params.get('win'));
+    const pinned = tok === null ? null : Math.min(tok, n - 1);
+    const start = Math.floor(Math.min(win ?? pinned ?? 0, n - 1) / WINDOW) * WINDOW;
+    const show = SHOWS.some(([s]) => s === state.params.get('show')) ? state.params.get('show') : 'both';
+    const old = this.view;
+    const next = { pinned, start, end: Math.min(start + WINDOW, n), show, preset: presetOf(DELTA, state.params.get('scale')) };
+    this.view = next;
+    if (!this.data || old.start !== start) {
+      const range = { start, end: next.end };
+      const one = this.info.a.here ? this.params.a : this.params.b;
+      const [tokens, sides] = await Promise.all([
+        getArrays(this.path('tokens'), { ...range, rep: one }, this.signal),
+        getArrays(this.path('sides'), { ...this.params, ...range }, this.signal),
+      ]);
+      if (this.view !== next) return; // the reader has moved on
+      this.data = readSides(readWindow(tokens), sides);
+      this.drawn = new Set();
+    }
+    this.draw(state);
+  }
+
+  shown() {
+    return this.view.show === 'both' ? ['a', 'b'] : [this.view.show];
+  }
+
+  draw(state) {
+    const shown = this.shown();
+    for (const view of VIEWS) {
+      this.columns[view].hidden = !shown.includes(view);
+      if (!shown.includes(view) || this.drawn.has(view)) continue;
+      put(this.strips[view], drawStrip(this.data[view], prefix(view)));
+      this.drawn.add(view);
+    }
+    this.drawControls(state);
+    this.paint();
+    this.mark();
+    this.readout(null);
+  }
+
+  paint() {
+    if (!this.data) return;
+    const { value } = DELTA.presets[this.view.preset];
+    // strips that are hidden are coloured too: a blink must only change what is visible
+    for (const view of this.drawn) {
+      const key = `${value} ${theme()}`;
+      if (this.strips[view].dataset.painted !== `${key} ${this.view.start}`) {
+        paintStrip(this.data[view], DELTA, value, theme(), prefix(view));
+        this.strips[view].dataset.painted = `${key} ${this.view.start}`;
+      }
+    }
+  }
+
+  mark() {
+    const { pinned } = this.view;
+    for (const view of this.shown()) {
+      const strip = this.strips[view];
+      strip.querySelectorAll('[aria-selected]').forEach((t) => t.removeAttribute('aria-selected'));
+      const token = pinned === null ? null : byId(`${prefix(view)}${pinned}`);
+      if (!token) {
+        strip.removeAttribute('aria-activedescendant');
+        continue;
+      }
+      token.setAttribute('aria-selected', 'true');
+      strip.setAttribute('aria-activedescendant', token.id);
+      const box = token.getBoundingClientRect();
+      const frame = strip.getBoundingClientRect();
+      if (box.top < frame.top + 8 || box.bottom > frame.bottom - 8) strip.scrollTop += (box.top + box.bottom) / 2 - (frame.top + frame.bottom) / 2;
+    }
+  }
+
+  sync(from) {
+    if (this.columns.a.contains(from) && from.parentNode.hidden) return;
+    this.top = from.scrollTop;
+    for (const view of this.shown()) if (this.strips[view] !== from && Math.abs(this.strips[view].scrollTop - this.top) > 1) this.strips[view].scrollTop = this.top;
+  }
+
+  drawControls(state) {
+    const { start, end, preset, show } = this.view;
+    const to = (changes, text, id, props = {}) => h('a', { href: link(state, { params: changes }), id, ...props }, text);
+    const radios = (name, legend, rows, value, pick) => h('fieldset', { class: 'scales' }, h('legend', {}, legend), rows.map(([key, text]) => h('label', {},
+      h('input', { type: 'radio', name, value: key, checked: key === value || null, on: { change: () => pick(key) } }), ` ${text}`)));
+    const scale = DELTA.presets[preset];
+    const swatch = (v, text) => {
+      const look = paint(v, scale.value, theme());
+      return h('span', { class: 't compared swatch', style: { 'background-color': css(look.ground), color: css(look.ink), 'border-bottom-width': `${look.thickness}px` } }, text);
+    };
+    const focus = document.activeElement && document.activeElement.name;
+    put(this.controls,
+      radios('show', 'show', SHOWS, show, (key) => go(link(current(), { params: { show: key === 'both' ? null : key } }))),
+      radios('scale', 'full scale, nat', DELTA.presets.map((p) => [p.text, p.text]), scale.text, (key) => go(link(current(), { params: { scale: key } }))),
+      h('span', { class: 'hint' }, show === 'diff' ? [swatch(-scale.value, 'B higher'), ' ', swatch(scale.value, 'A higher')] : [swatch(-scale.value, 'tape higher'), ' ', swatch(scale.value, 'replay higher')]),
+      this.info.first === null ? h('span', { class: 'hint' }, 'no difference') : to({ tok: this.info.first, win: null }, `first difference: ${count(this.info.first)}`, 'first-difference', { class: 'button' }),
+      h('span', { class: 'pager' }, `positions ${count(start)} to ${count(end - 1)} of ${count(this.info.n)} `,
+        start > 0 ? to({ win: start - WINDOW }, '[ previous', 'win-previous') : null, ' ', end < this.info.n ? to({ win: start + WINDOW }, 'next ]', 'win-next') : null));
+    if (focus) (this.controls.querySelector(`input[name="${CSS.escape(focus)}"]:checked`) || this.controls).focus();
+  }
+
+  readout(token) {
+    const at = token ? position(token) : this.view.pinned;
+    const there = at !== null && this.data && at >= this.view.start && at < this.view.end;
+    const text = there ? describe(this.data, at) : '\u00a0';
+    put(this.line, there ? [h('strong', {}, count(at)), ' '] : null, text);
+    if (there && !token) whisper(`token ${at}, ${text}`);
+  }
+
+  pin(at, { step = false } = {}) {
+    const hash = link(current(), { params: { tok: Math.min(Math.max(at, 0), this.info.n - 1), win: null } });
+    if (step) replace(hash);
+    else go(hash);
+  }
+
+  walk(step) {
+    this.pin(this.view.pinned === null ? this.view.start : this.view.pinned + step, { step: true });
+  }
+
+  async seek(back) {
+    const from = this.view.pinned ?? (back ? this.info.n : -1);
+    const show = this.view.show === 'both' ? 'diff' : this.view.show;
+    const threshold = DELTA.presets[this.view.preset].value;
+    const found = await getJson(this.path('sides', 'over'), { ...this.params, show, threshold, from, back }, this.signal);
+    const what = show === 'diff' ? 'A \u2212 B' : `\u0394 of ${show.toUpperCase()}`;
+    if (found.position === null) say(`no ${back ? 'earlier' : 'later'} token whose ${what} is over ${threshold} nat`);
+    else {
+      say(`${found.rank} of ${found.of}: ${what} over ${threshold} nat`);
+      this.pin(found.position);
+    }
+  }
+
+  window(step) {
+    const start = this.view.start + step * WINDOW;
+    if (start >= 0 && start < this.info.n) go(link(current(), { params: { win: start, tok: null } }));
+    else say(step < 0 ? 'this is the first window' : 'this is the last window');
+  }
+
+  blink() {
+    const show = this.view.show === 'a' ? 'b' : 'a';
+    const { top } = this;
+    replace(link(current(), { params: { show } }));
+    if (top !== undefined) this.strips[show].scrollTop = top;
+    say(`showing ${show.toUpperCase()}`);
+  }
+
+  scale(step) {
+    const next = DELTA.presets[this.view.preset + step];
+    if (next) go(link(current(), { params: { scale: next.text } }));
+  }
+
+  makeKeys() {
+    if (!this.info.n) return {};
+    const first = () => (this.info.first === null ? say('no difference') : this.pin(this.info.first));
+    return {
+      j: () => this.walk(1), ArrowRight: () => this.walk(1), k: () => this.walk(-1), ArrowLeft: () => this.walk(-1),
+      n: () => this.seek(false), N: () => this.seek(true), p: () => this.seek(true),
+      x: () => this.blink(), d: first, '-': () => this.scale(-1), '=': () => this.scale(1),
+      '[': () => this.window(-1), ']': () => this.window(1),
+      'g g': () => this.pin(0), G: () => this.pin(this.info.n - 1),
+      Escape: () => go(link(current(), { params: { tok: null } })),
+    };
+  }
+}
+
+const prefix = (view) => `t${view}-`;
+
+function position(token) {
+  return Number(token.id.slice(token.id.indexOf('-') + 1));
+}
+
+function describe(data, at) {
+  const i = at - data.a.start;
+  const { text, bare } = data.a.text(i);
+  const side = (view) => {
+    const value = data[view].delta(i);
+    if (value !== null) return `\u0394 ${signed(value)} nat`;
+    return STATE_TEXT[data[view].state(i)] || NONE;
+  };
+  const difference = data.diff.delta(i);
+  return [bare ? `token id ${text}` : `\u201c${text}\u201d`, `A: ${side('a')}`, `B: ${side('b')}`,
+    difference === null ? null : data.diff.has(i, 'equal') ? 'A and B have the same bits' : `A \u2212 B ${signed(difference)} nat`].filter(Boolean).join(', ');
+}
+
+function settings(info) {
+  const { rows, equal } = info.settings;
+  return h('section', { class: 'card' }, h('h2', {}, 'What differs between the replays'),
+    rows.length ? h('table', { class: 'data sides' },
+      h('thead', {}, h('tr', {}, ['', `A ${info.a.name}`, `B ${info.b.name}`].map((t) => h('th', { scope: 'col' }, t)))),
+      h('tbody', {}, rows.map((r) => h('tr', {}, h('th', { scope: 'row' }, r.name), h('td', { class: 'mono' }, r.a ?? 'not said'), h('td', { class: 'mono' }, r.b ?? 'not said')))))
+      : h('p', {}, 'No recorded condition differs.'),
+    h('p', { class: 'hint' }, `${plural(equal, 'condition')} equal and not listed.`));
+}
+
+function counts(info, state) {
+  const c = info.counts;
+  const at = (tok, text) => (tok === null ? text : [h('a', { href: link(state, { params: { tok, win: null } }) }, text), ` at ${count(tok)}`]);
+  return h('section', { class: 'card' }, h('h2', {}, 'This sequence'), h('table', { class: 'facts' }, h('tbody', {}, [
+    ['compared in both', count(c.both)], ['same bits in both', count(c.equal)],
+    ['compared in A only / B only', `${count(c.only_a)} / ${count(c.only_b)}`],
+    ['mean |\u0394| A / B, nat', `${short(c.mean_a)} / ${short(c.mean_b)}`],
+    ['mean |A \u2212 B|, nat', short(c.mean_difference)], ['max |A \u2212 B|, nat', at(c.max_at, short(c.max))],
+  ].map(([name, value]) => h('tr', {}, h('th', { scope: 'row' }, name), num(value))))));
+}
+
+function unmatched(info, state) {
+  if (!info.unmatched.length) return null;
+  return notice({
+    level: 'warn', title: 'Without a match', text: '',
+    extra: h('ul', {}, info.unmatched.map((u) => h('li', {}, u.only ? `${u.what} in ${u.only.toUpperCase()} only: ` : `${u.what} have another state: `, u.names.join(', '),
+      u.tok === undefined ? null : [' ', h('a', { href: link(state, { params: { tok: u.tok, win: null } }) }, `the first at ${count(u.tok)}`)]))),
+  });
+}

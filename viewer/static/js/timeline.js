@@ -1,0 +1,845 @@
+// Schedule of a run: lanes of steps on a canvas, one step whole, the choices of kernels.
+
+import { getJson, runPath, scope } from './api.js';
+import { h, num, put } from './dom.js';
+import { NONE, count, plural } from './format.js';
+import { KINDS, MARKS, clamp, describe, describeBin, engineName, hit, ns, pan, place, spanAt, tickText, ticks, toAbsolute, toOffset, zoom } from './lanes.js';
+import { notice } from './notices.js';
+import { current, go, integer, link, replace } from './route.js';
+import { say, whisper } from './shell.js';
+import { tacticTable } from './tactics.js';
+import { colour, onTheme } from './theme.js';
+
+const LEFT = 118; // room of the names of the lanes
+const TOP = 46; // axis and marks
+const MAP = 34;
+const MOST = 5000; // spans at a time
+const COLOURS = { prefill: 'tl-prefill', mixed: 'tl-mixed', decode: 'tl-decode', verify: 'tl-verify', recompute: 'tl-recompute', score: 'tl-score', unknown: 'strong' };
+const MARK_LETTERS = { update: 'U', sleep: 'Z', wake: 'W', abort: 'A', preempt: 'E', gap: 'G', hook_error: 'H', finding: 'F' };
+
+export async function open({ state, main, signal }) {
+  const path = (...rest) => runPath(state, ...rest);
+  const whole = await first(path('timeline'), state, signal);
+  if (signal.aborted) return {};
+  const page = new Page(state, whole, path, signal);
+  if (!whole.steps) {
+    put(main, h('h1', {}, 'Timeline'), noSteps(whole), page.tactics);
+    page.drawTactics();
+    return { update: (next) => page.same(next) };
+  }
+  page.build(main);
+  page.ready = page.follow(state);
+  return page;
+}
+
+/** The window of the address at once; all of it where that cannot be. */
+async function first(path, state, signal) {
+  const asked = Object.fromEntries(['t0', 't1'].map((n) => [n, state.params.get(n)]).filter(([, v]) => /^\d{1,19}$/.test(v || '')));
+  const ask = (window) => getJson(path, { ...scope(state), ...window, max_spans: MOST }, signal);
+  try {
+    return await ask(asked);
+  } catch (error) {
+    if (!error.problem || error.status !== 400) throw error;
+    return ask({});
+  }
+}
+
+function noSteps(data) {
+  return notice({
+    level: 'info', title: 'No steps recorded',
+    text: data.forwards
+      ? 'The tape says what each sequence went through (forwards), not what each step was: it was imported, or written by an older rolltape. The token panel still shows what ran together. Record the job anew to see the schedule.'
+      : 'The tape has no schedule: an import of logprobs, or a recording in which no step ran yet. `rolltape record` writes one with every engine.',
+    commands: ['rolltape record -o TAPE -- python rollout.py'],
+  });
+}
+
+class Page {
+  constructor(state, whole, path, signal) {
+    this.base = { run: state.run, rep: state.params.get('rep') };
+    this.whole = whole;
+    this.data = whole;
+    this.path = path;
+    this.signal = signal;
+    this.view = [0, whole.extent];
+    this.at = null; // the span or bin under the cursor
+    this.layout = place(whole.lanes);
+    this.least = whole.axis === 'time' ? 1000 : 1;
+    this.detail = new AbortController();
+    this.loading = new AbortController();
+    this.tactics = h('section', { class: 'card' });
+    this.keys = whole.steps ? this.makeKeys() : {};
+    this.swatches = [];
+    this.lines = new Map(this.layout.rows.map((row) => [row.lane, row]));
+    this.unthemed = onTheme(() => {
+      this.draw();
+      this.swatches.forEach((paint) => paint());
+    });
+  }
+
+  close() {
+    this.loading.abort();
+    this.detail.abort();
+    this.unthemed();
+    if (this.observer) this.observer.disconnect();
+  }
+
+  same(state) {
+    return state.screen === 'timeline' && state.run === this.base.run && state.params.get('rep') === this.base.rep;
+  }
+
+  update(state) {
+    if (!this.same(state)) return false;
+    this.follow(state);
+    return true;
+  }
+
+  build(main) {
+    const { whole } = this;
+    this.canvas = h('canvas', { class: 'lanes', tabindex: 0, role: 'application', 'aria-roledescription': 'timeline',
+      'aria-label': 'Steps by lane. Arrows move between steps and lanes, Enter opens a step, W and S zoom, A and D pan; the table below has the same' });
+    this.map = h('canvas', { class: 'tlmap', 'aria-hidden': 'true' });
+    this.readout = h('p', { class: 'readout', id: 'readout' });
+    this.note = h('p', { class: 'hint', id: 'window-note' });
+    this.explain = h('p', { class: 'hint', id: 'explain' });
+    this.panel = h('aside', { class: 'panel', id: 'panel', 'aria-label': 'Step' });
+    this.table = h('details', { id: 'as-table', on: { toggle: () => this.drawTable() } }, h('summary', {}, 'As a table'));
+    this.eventList = h('details', { id: 'events' });
+    this.outside = h('div', {});
+    this.files = h('span', { class: 'pager' });
+    const button = (text, title, act, id) => h('button', { type: 'button', title, id, on: { click: act } }, text);
+    put(main,
+      h('h1', {}, 'Timeline ', h('span', { class: 'hint' }, `${plural(whole.steps, 'step')} of ${plural(whole.engines.length, 'engine')}`)),
+      whole.axis === 'step' ? notice({ level: 'warn', title: 'No times: the axis is the number of the step',
+        text: `${plural(whole.untimed, 'step')} of ${count(whole.steps)} ${whole.untimed === 1 ? 'has' : 'have'} no time, so durations, events and weight versions have no place here. Tapes of this version of rolltape record the time of each step.` }) : null,
+      (whole.problems || []).map((p) => notice({ level: 'error', title: 'Damaged shard', text: `${p}. Everything else is served.` })),
+      this.outside,
+      h('div', { class: 'work tl' },
+        h('div', { class: 'left' },
+          this.map,
+          h('div', { class: 'controls' },
+            button('\u2212', 'zoom out (S)', () => this.zoom(2), 'zoom-out'), button('+', 'zoom in (W)', () => this.zoom(0.5), 'zoom-in'),
+            button('\u2190', 'earlier (A)', () => this.pan(-0.25)), button('\u2192', 'later (D)', () => this.pan(0.25)),
+            button('Fit', 'fit the step, then the whole (F)', () => this.fit(), 'fit'),
+            this.note, this.files),
+          this.canvas, this.readout, this.legend(), this.table, this.eventList),
+        this.panel),
+      this.tactics);
+    this.listen();
+    this.observer = new ResizeObserver(() => this.draw());
+    this.observer.observe(this.canvas);
+    this.drawTactics();
+  }
+
+  // ---- address -> page --------------------------------------------------------------------
+
+  async follow(state) {
+    const { whole } = this;
+    const { origin, extent } = whole;
+    const asked = [toOffset(state.params.get('t0'), origin), toOffset(state.params.get('t1'), origin)];
+    const outside = asked.some((t) => t !== null && (t < 0 || t > extent));
+    put(this.outside, outside ? notice({ level: 'warn', title: 'The window lies outside the recording', text: 'The nearest part that was recorded is shown.' }) : []);
+    this.view = clamp(asked[0] ?? 0, asked[1] ?? extent, extent, this.least);
+    this.drawPanel(state);
+    if (!this.covers()) {
+      await this.load();
+      return;
+    }
+    this.seat(state);
+    this.draw();
+    this.drawTable();
+    this.drawEvents();
+  }
+
+  /** Whether the spans at hand are enough for the view. */
+  covers() {
+    const [a, b] = this.data.window;
+    const [t0, t1] = this.view;
+    if (a > Math.ceil(t0) || b < Math.floor(t1)) return false;
+    if (this.data.spans === null) return (t1 - t0) * 1.5 > b - a;
+    // the kinds of rows were left out for the whole, and are within reach for the part
+    return this.data.spans.flags !== null || this.inView().reduce((n, i) => n + (this.data.spans.rows[i] || 1), 0) * 2.2 > this.data.flags_limit;
+  }
+
+  /** Indices of the spans that reach into the view. */
+  inView() {
+    const { spans } = this.data;
+    const [t0, t1] = this.view;
+    const found = [];
+    if (spans) spans.t.forEach((t, i) => { if (t < t1 && t + (spans.duration[i] || 0) >= t0) found.push(i); });
+    return found;
+  }
+
+  async load() {
+    this.loading.abort();
+    this.loading = new AbortController();
+    const { signal } = this.loading;
+    // a margin on both sides: panning a little asks for nothing
+    const [t0, t1] = this.view;
+    const wide = [t0 - (t1 - t0) / 2, t1 + (t1 - t0) / 2];
+    const [a, b] = clamp(...wide, this.whole.extent, this.least);
+    const ask = ([from, to]) => getJson(this.path('timeline'), { ...scope(current()), t0: toAbsolute(from, this.whole.origin), t1: toAbsolute(Math.ceil(to), this.whole.origin), max_spans: MOST }, signal);
+    try {
+      let data = await ask([Math.floor(a), b]);
+      if (data.spans === null) data = await ask([Math.floor(t0), t1]);
+      this.data = data;
+    } catch (error) {
+      if (error.name !== 'AbortError') throw error;
+      return;
+    }
+    if (this.signal.aborted) return;
+    this.seat(current());
+    this.draw();
+    this.drawTable();
+    this.drawEvents();
+  }
+
+  /** Puts the cursor on the step of the address, or keeps it near where it was. */
+  seat(state) {
+    const { spans } = this.data;
+    if (!spans) return;
+    const [lane, step] = [state.params.get('lane'), integer(state.params.get('step'))];
+    const found = step === null ? -1 : spans.step.findIndex((s, i) => s === step && this.laneEngine(i) === engineOf(lane, this.data));
+    if (found >= 0) this.at = { span: found };
+    else if (!this.at || this.at.span >= spans.t.length) this.at = null;
+  }
+
+  laneEngine(i) {
+    return this.data.lanes[this.data.spans.lane[i]].engine;
+  }
+
+  // ---- what the reader does ---------------------------------------------------------------
+
+  show([t0, t1], { push = false } = {}) {
+    const { extent, origin } = this.whole;
+    const all = t0 <= 0 && t1 >= extent;
+    const params = { t0: all ? null : toAbsolute(t0, origin), t1: all ? null : toAbsolute(t1, origin) };
+    const hash = link(current(), { params });
+    if (push) go(hash);
+    else replace(hash, { quiet: true });
+    this.view = [t0, t1];
+    this.draw();
+    clearTimeout(this.settle);
+    this.settle = setTimeout(() => {
+      if (this.signal.aborted) return;
+      if (this.covers()) this.drawTable();
+      else this.load();
+    }, 60);
+  }
+
+  zoom(factor, at = null) {
+    const cursor = this.at && this.data.spans ? this.data.spans.t[this.at.span] : null;
+    const [t0, t1] = this.view;
+    const middle = at ?? (cursor !== null && cursor >= t0 && cursor <= t1 ? cursor : (t0 + t1) / 2);
+    this.show(zoom(this.view, factor, middle, this.whole.extent, this.least));
+  }
+
+  pan(share) {
+    this.show(pan(this.view, share, this.whole.extent));
+  }
+
+  fit() {
+    const chosen = this.chosen();
+    const { extent } = this.whole;
+    if (chosen) {
+      const width = Math.max((chosen.duration || 0) * 3, this.least * 10);
+      const middle = chosen.t + (chosen.duration || 0) / 2;
+      const next = clamp(middle - width / 2, middle + width / 2, extent, this.least);
+      const there = Math.abs(next[0] - this.view[0]) < 2 && Math.abs(next[1] - this.view[1]) < 2;
+      this.show(there ? [0, extent] : next, { push: true });
+    } else this.show([0, extent], { push: true });
+  }
+
+  chosen() {
+    return this.at && this.at.span !== undefined && this.data.spans ? spanAt(this.data, this.at.span) : null;
+  }
+
+  select(i, { step = false } = {}) {
+    const span = spanAt(this.data, i);
+    this.at = { span: i };
+    const [t0, t1] = this.view;
+    const end = span.t + (span.duration || 0);
+    if (span.t < t0 || end > t1) {
+      const width = Math.max(t1 - t0, (span.duration || 0) * 1.2);
+      this.view = clamp(span.t - width / 2, span.t + width / 2, this.whole.extent, this.least);
+    }
+    const { origin, extent } = this.whole;
+    const all = this.view[0] <= 0 && this.view[1] >= extent;
+    const hash = link(current(), { params: {
+      step: span.step, lane: `${span.engine}:${span.kind}`,
+      t0: all ? null : toAbsolute(this.view[0], origin), t1: all ? null : toAbsolute(this.view[1], origin) } });
+    if (step) replace(hash);
+    else go(hash);
+    whisper(describe(span, this.whole.axis));
+  }
+
+  /** The next step of the same engine, in whatever lane. */
+  async walk(by) {
+    if (!this.data.spans) {
+      say('zoom in until single steps are shown (W)');
+      return;
+    }
+    const { spans } = this.data;
+    const state = current();
+    let here = this.at && this.at.span;
+    if (here === undefined || here === null) {
+      here = spans.t.findIndex((t, i) => t + (spans.duration[i] || 0) >= this.view[0]);
+      if (here < 0) say('no step in this window');
+      else this.select(here, { step: true });
+      return;
+    }
+    const engine = this.laneEngine(here);
+    const next = here + by;
+    if (next >= 0 && next < spans.t.length && this.laneEngine(next) === engine) {
+      this.select(next, { step: true });
+      return;
+    }
+    const shown = this.panelData;
+    const number = shown && (by > 0 ? shown.next : shown.previous);
+    if (number === null || number === undefined || !state.params.get('step')) {
+      say(by > 0 ? 'this is the last step' : 'this is the first step');
+      return;
+    }
+    // it lies beyond what is loaded
+    const width = this.view[1] - this.view[0];
+    this.view = clamp(this.view[0] + by * width * 0.5, this.view[1] + by * width * 0.5, this.whole.extent, this.least);
+    await this.load();
+    const found = this.data.spans ? this.data.spans.step.findIndex((s, i) => s === number && this.laneEngine(i) === engine) : -1;
+    if (found >= 0) this.select(found, { step: true });
+  }
+
+  /** To the nearest step of another lane. */
+  lane(by) {
+    const here = this.chosen();
+    if (!here) {
+      this.walk(1);
+      return;
+    }
+    const { spans } = this.data;
+    for (let lane = spans.lane[this.at.span] + by; lane >= 0 && lane < this.data.lanes.length; lane += by) {
+      let best = -1;
+      for (let i = 0; i < spans.t.length; i += 1) {
+        if (spans.lane[i] === lane && (best < 0 || Math.abs(spans.t[i] - here.t) < Math.abs(spans.t[best] - here.t))) best = i;
+      }
+      if (best >= 0) {
+        this.select(best, { step: true });
+        return;
+      }
+    }
+    say(by > 0 ? 'no lane below has a step in this window' : 'no lane above has a step in this window');
+  }
+
+  makeKeys() {
+    return {
+      w: () => this.zoom(0.5), s: () => this.zoom(2), a: () => this.pan(-0.25), d: () => this.pan(0.25),
+      W: () => this.zoom(0.5), S: () => this.zoom(2), A: () => this.pan(-0.25), D: () => this.pan(0.25),
+      '.': () => this.walk(1), ',': () => this.walk(-1), f: () => this.fit(), F: () => this.fit(),
+      '/': () => { const box = document.getElementById('tactic-filter'); if (box) box.focus(); },
+      Escape: () => { this.at = null; go(link(current(), { params: { step: null, lane: null } })); },
+    };
+  }
+
+  listen() {
+    const { canvas } = this;
+    const timeAt = (event) => {
+      const box = canvas.getBoundingClientRect();
+      return this.view[0] + ((event.clientX - box.left - LEFT) / (box.width - LEFT)) * (this.view[1] - this.view[0]);
+    };
+    const laneAt = (event) => {
+      const y = event.clientY - canvas.getBoundingClientRect().top - TOP;
+      const row = this.layout.rows.find((r) => y >= r.y && y < r.y + r.h);
+      return row ? row.lane : null;
+    };
+    const find = (event) => {
+      const lane = laneAt(event);
+      if (lane === null || !this.data) return null;
+      const t = timeAt(event);
+      const pixel = (this.view[1] - this.view[0]) / Math.max(1, canvas.clientWidth - LEFT);
+      if (this.data.spans) {
+        const i = hit(this.data.spans, t, lane, pixel * 4);
+        return i === null ? null : { span: i };
+      }
+      const { edges } = this.data.bins;
+      const bin = edges.findLastIndex((e) => e + this.data.window[0] <= t);
+      return bin >= 0 && bin < edges.length - 1 ? { lane, bin } : null;
+    };
+    let drag = null;
+    canvas.addEventListener('pointerdown', (event) => {
+      if (event.button !== 0) return;
+      drag = { from: timeAt(event), to: timeAt(event), x: event.clientX };
+      canvas.setPointerCapture(event.pointerId);
+    });
+    canvas.addEventListener('pointermove', (event) => {
+      if (drag) {
+        drag.to = timeAt(event);
+        this.draw(Math.abs(event.clientX - drag.x) > 4 ? drag : null);
+        return;
+      }
+      this.hovered = find(event);
+      this.drawReadout();
+    });
+    canvas.addEventListener('pointerleave', () => { this.hovered = null; this.drawReadout(); });
+    canvas.addEventListener('pointerup', (event) => {
+      const was = drag;
+      drag = null;
+      if (!was) return;
+      if (Math.abs(event.clientX - was.x) > 4) {
+        const [a, b] = [was.from, was.to].sort((x, y) => x - y);
+        this.show(clamp(a, b, this.whole.extent, this.least), { push: true });
+        return;
+      }
+      const found = find(event);
+      if (found && found.span !== undefined) this.select(found.span);
+      else if (found) this.zoom(1 / 8, timeAt(event));
+    });
+    canvas.addEventListener('wheel', (event) => {
+      if (!event.ctrlKey) return; // the page scrolls
+      event.preventDefault();
+      this.zoom(event.deltaY > 0 ? 1.25 : 0.8, timeAt(event));
+    }, { passive: false });
+    canvas.addEventListener('keydown', (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      const act = { ArrowRight: () => this.walk(1), ArrowLeft: () => this.walk(-1), ArrowDown: () => this.lane(1), ArrowUp: () => this.lane(-1),
+        Enter: () => (this.data.spans ? this.walk(0) : this.zoom(1 / 8)), Home: () => this.show([0, this.view[1] - this.view[0]]), End: () => this.pan(1e9) }[event.key];
+      if (!act) return;
+      event.preventDefault();
+      event.stopPropagation();
+      act();
+    });
+    for (const name of ['focus', 'blur']) canvas.addEventListener(name, () => this.draw());
+    const jump = (event) => {
+      const box = this.map.getBoundingClientRect();
+      const middle = ((event.clientX - box.left - LEFT) / (box.width - LEFT)) * this.whole.extent;
+      const half = (this.view[1] - this.view[0]) / 2;
+      this.show(clamp(middle - half, middle + half, this.whole.extent, this.least));
+    };
+    this.map.addEventListener('pointerdown', (event) => { this.map.setPointerCapture(event.pointerId); jump(event); });
+    this.map.addEventListener('pointermove', (event) => { if (event.buttons) jump(event); });
+  }
+
+  // ---- drawing ------------------------------------------------------------------------------
+
+  pen(canvas, height) {
+    const ratio = devicePixelRatio || 1;
+    const width = canvas.clientWidth || 600;
+    canvas.style.height = `${height}px`;
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+    const pen = canvas.getContext('2d');
+    pen.scale(ratio, ratio);
+    pen.fillStyle = colour('ground');
+    pen.fillRect(0, 0, width, height);
+    pen.font = '11px system-ui, sans-serif';
+    pen.textBaseline = 'middle';
+    return [pen, width];
+  }
+
+  draw(drag = null) {
+    if (!this.canvas || !this.canvas.isConnected) return;
+    const { data, view, whole } = this;
+    const tints = {};
+    this.tint = (name) => { tints[name] = tints[name] || colour(name); return tints[name]; };
+    const height = TOP + this.layout.height + 4;
+    const [pen, width] = this.pen(this.canvas, height);
+    const x = (t) => LEFT + ((t - view[0]) / (view[1] - view[0])) * (width - LEFT);
+    this.drawAxis(pen, x, width, height);
+    const patterns = makePatterns(pen, this.tint);
+    for (const row of this.layout.rows) {
+      pen.fillStyle = this.tint(row.lane === null ? 'text' : 'dim');
+      const engine = whole.engines.find((e) => e.id === row.engine);
+      if (row.lane === null) {
+        pen.font = '600 11px system-ui, sans-serif';
+        pen.fillText(headline(engine, whole.engines), 0, TOP + row.y + row.h / 2);
+        pen.font = '11px system-ui, sans-serif';
+      } else {
+        const { kind, steps } = whole.lanes[row.lane];
+        pen.fillText(`${KINDS[kind].letter}  ${kind}`, 8, TOP + row.y + row.h / 2);
+        pen.textAlign = 'right';
+        pen.fillText(count(steps), LEFT - 8, TOP + row.y + row.h / 2);
+        pen.textAlign = 'left';
+        pen.fillStyle = this.tint('surface');
+        pen.fillRect(LEFT, TOP + row.y + 1, width - LEFT, row.h - 2);
+      }
+    }
+    pen.save();
+    pen.beginPath();
+    pen.rect(LEFT, 0, width - LEFT, height);
+    pen.clip();
+    if (data.spans) this.drawSpans(pen, x, patterns);
+    else if (data.bins) this.drawBins(pen, x, patterns);
+    this.drawMarks(pen, x, height);
+    if (drag) {
+      pen.globalAlpha = 0.25;
+      pen.fillStyle = this.tint('focus');
+      pen.fillRect(x(drag.from), 0, x(drag.to) - x(drag.from), height);
+      pen.globalAlpha = 1;
+    }
+    pen.restore();
+    this.drawMap();
+    this.drawNote();
+    this.drawReadout();
+  }
+
+  drawAxis(pen, x, width, height) {
+    const { whole, view } = this;
+    const found = ticks(...view, Math.max(2, Math.floor((width - LEFT) / 110)));
+    const step = found.length > 1 ? found[1] - found[0] : view[1] - view[0];
+    for (const t of found) {
+      pen.fillStyle = this.tint('line');
+      pen.fillRect(x(t), 14, 1, height);
+      pen.fillStyle = this.tint('dim');
+      pen.fillText(tickText(t, step, whole.axis, whole.origin), x(t) + 3, 7);
+    }
+    pen.fillStyle = this.tint('dim');
+    pen.fillText(whole.axis === 'time' ? 'time from start' : 'step number', 0, 7);
+    this.drawVersions(pen, x, width);
+  }
+
+  // The versions of the weights as bands; of several engines the first.
+  drawVersions(pen, x, width) {
+    const { versions } = this.data;
+    if (!versions.length) return;
+    pen.fillStyle = this.tint('dim');
+    pen.fillText('weights', 0, 21);
+    const engine = versions[0].engine;
+    versions.filter((v) => v.engine === engine).forEach((v) => {
+      const [a, b] = [Math.max(LEFT, x(v.t)), v.until === null ? width : Math.min(width, x(v.until))];
+      if (b <= LEFT || a >= width) return;
+      pen.fillStyle = this.tint(v.state === 'dirty' ? 'bad' : v.version % 2 ? 'strong' : 'line');
+      pen.fillRect(a, 15, Math.max(1, b - a - 1), 12);
+      if (b - a > 18) {
+        pen.save();
+        pen.beginPath();
+        pen.rect(a, 14, b - a - 1, 14);
+        pen.clip();
+        pen.fillStyle = this.tint(v.state === 'dirty' ? 'ground' : 'text');
+        pen.fillText(v.state === 'dirty' ? 'dirty' : `v${v.version}${v.label ? ` ${v.label}` : ''}`, a + 3, 21);
+        pen.restore();
+      }
+    });
+  }
+
+  drawSpans(pen, x, patterns) {
+    const { spans, lanes, flags } = this.data;
+    const bit = Object.fromEntries(flags.map((name, i) => [name, 1 << i]));
+    const top = Math.max(1, ...spans.rows.map((r) => r || 0));
+    for (const i of this.inView()) {
+      const end = spans.t[i] + (spans.duration[i] || 0);
+      const row = this.lines.get(spans.lane[i]);
+      const { kind } = lanes[spans.lane[i]];
+      const left = x(spans.t[i]);
+      const wide = Math.max(1, x(end) - left - (x(end) - left > 3 ? 1 : 0));
+      const full = row.h - 4;
+      // as high as it has rows, at least a third
+      const tall = spans.rows[i] === null ? full : full * (0.34 + 0.66 * (spans.rows[i] / top));
+      const y = TOP + row.y + 2 + full - tall;
+      pen.fillStyle = this.tint(COLOURS[kind]);
+      pen.fillRect(left, y, wide, tall);
+      if (wide > 6 && patterns[KINDS[kind].pattern]) {
+        pen.fillStyle = patterns[KINDS[kind].pattern];
+        pen.fillRect(left, y, wide, tall);
+      }
+      const own = spans.flags ? Object.keys(MARKS).filter((m) => m !== kind && spans.flags[i] & bit[m]) : [];
+      if (own.length && wide > 9) label(pen, this.tint, own.map((m) => MARKS[m][0]).join(''), left + 2, TOP + row.y + row.h / 2, wide);
+      else if (wide > 26) label(pen, this.tint, `${KINDS[kind].letter} ${spans.rows[i] ?? ''}`, left + 2, TOP + row.y + row.h / 2, wide);
+      if (own.length) {
+        pen.fillStyle = this.tint('flip');
+        pen.fillRect(left, TOP + row.y + 1, Math.max(2, wide), 2);
+      }
+      if (this.at && this.at.span === i) {
+        pen.strokeStyle = this.tint('focus');
+        pen.lineWidth = 2;
+        pen.strokeRect(left - 1, TOP + row.y + 1, Math.max(4, wide + 2), row.h - 2);
+      }
+    }
+  }
+
+  drawBins(pen, x, patterns) {
+    const { bins, lanes, window } = this.data;
+    bins.lanes.forEach((lane, l) => {
+      const row = this.lines.get(l);
+      const { kind } = lanes[l];
+      const pattern = patterns[KINDS[kind].pattern];
+      lane.share.forEach((share, i) => {
+        if (!share && !lane.steps[i]) return;
+        const left = x(bins.edges[i] + window[0]);
+        const wide = Math.max(1, x(bins.edges[i + 1] + window[0]) - left);
+        const tall = Math.max(1, ((row.h - 4) * share) / 1000);
+        pen.fillStyle = this.tint(COLOURS[kind]);
+        pen.fillRect(left, TOP + row.y + row.h - 2 - tall, wide, tall);
+        if (pattern) {
+          pen.fillStyle = pattern;
+          pen.fillRect(left, TOP + row.y + row.h - 2 - tall, wide, tall);
+        }
+      });
+    });
+  }
+
+  drawMarks(pen, x, height) {
+    const bad = ['gap', 'hook_error', 'finding'];
+    const shown = this.data.events.filter((e) => e.t !== null && x(e.t) >= LEFT && x(e.t) <= this.canvas.clientWidth);
+    // a line through the lanes for each of a few; many would hide them
+    const foot = shown.length > 40 ? 13 : height;
+    let last = -99;
+    for (const event of shown) {
+      const at = x(event.t);
+      pen.fillStyle = this.tint(bad.includes(event.kind) ? 'bad' : 'missing');
+      pen.fillRect(at, 30, 1, foot);
+      if (at - last > 11) {
+        pen.fillRect(at - 5, 30, 11, 13);
+        pen.fillStyle = this.tint('ground');
+        pen.textAlign = 'center';
+        pen.fillText(MARK_LETTERS[event.kind] || '?', at + 0.5, 37);
+        pen.textAlign = 'left';
+        last = at;
+      }
+    }
+  }
+
+  drawMap() {
+    const { whole, view } = this;
+    const [pen, width] = this.pen(this.map, MAP);
+    const kinds = Object.keys(whole.map);
+    const bins = kinds.length ? whole.map[kinds[0]].length : 0;
+    const wide = (width - LEFT) / Math.max(1, bins);
+    pen.fillStyle = this.tint('dim');
+    pen.fillText('whole recording', 0, MAP / 2);
+    for (let i = 0; i < bins; i += 1) {
+      let y = MAP - 4;
+      for (const kind of kinds) {
+        const tall = (whole.map[kind][i] / 1000) * (MAP - 8);
+        pen.fillStyle = this.tint(COLOURS[kind]);
+        pen.fillRect(LEFT + i * wide, y - tall, Math.ceil(wide), tall);
+        y -= tall;
+      }
+    }
+    const x = (t) => LEFT + (t / whole.extent) * (width - LEFT);
+    pen.strokeStyle = this.tint('focus');
+    pen.lineWidth = 2;
+    pen.strokeRect(x(view[0]) + 1, 1, Math.max(3, x(view[1]) - x(view[0]) - 2), MAP - 2);
+  }
+
+  drawNote() {
+    const { data, whole } = this;
+    const span = this.view[1] - this.view[0];
+    const width = whole.axis === 'time' ? ns(span, span / 100) : plural(Math.round(span), 'step');
+    const time = whole.axis === 'time';
+    put(this.note, `${width} shown, ${data.spans ? plural(this.inView().length, 'step') : `${plural(data.in_window, 'step')} as bins`}`);
+    put(this.explain, data.bins
+      ? 'Too many steps for single ones: a bar is the share of time of that kind in its bin, each at least a line. Zoom in for steps.'
+      : time ? 'A bar is as high as its step has rows. Its length is the time until the next step of that engine begins: only starts are recorded, so waiting counts. The last step of an engine has no length.'
+        : 'A bar is as high as its step has rows; each is one step wide.',
+    data.spans && !data.spans.flags ? ` R, C, \u2026 and V are shown for up to ${count(data.flags_limit)} rows: zoom in.` : '');
+    const state = current();
+    const base = { ...scope(state), t0: toAbsolute(this.view[0], whole.origin), t1: toAbsolute(Math.ceil(this.view[1]), whole.origin) };
+    const file = (format, text) => h('a', { href: `${this.path('timeline')}?${new URLSearchParams({ ...base, format })}`, download: '', class: 'button', id: `save-${format}` }, text);
+    put(this.files, file('perfetto', 'Perfetto'), ' ', file('csv', 'CSV'));
+  }
+
+  drawReadout() {
+    const at = this.hovered || this.at;
+    const { data } = this;
+    let text = null;
+    if (at && at.span !== undefined && data.spans && at.span < data.spans.t.length) text = describe(spanAt(data, at.span), this.whole.axis);
+    else if (at && at.bin !== undefined && data.bins) text = describeBin(data, at.lane, at.bin);
+    put(this.readout, text || '\u00a0');
+  }
+
+  legend() {
+    const swatch = (kind) => {
+      const canvas = h('canvas', { class: 'swatch', width: 28, height: 14, 'aria-hidden': 'true' });
+      const paint = () => {
+        const pen = canvas.getContext('2d');
+        pen.fillStyle = colour(COLOURS[kind]);
+        pen.fillRect(0, 0, 28, 14);
+        const pattern = makePatterns(pen)[KINDS[kind].pattern];
+        if (pattern) {
+          pen.fillStyle = pattern;
+          pen.fillRect(0, 0, 28, 14);
+        }
+      };
+      paint();
+      this.swatches.push(paint);
+      return canvas;
+    };
+    const kinds = [...new Set(this.whole.lanes.map((l) => l.kind))];
+    const marks = Object.entries(MARKS).map(([, [letter, words]]) => h('li', {}, h('b', {}, letter), ` ${words}`));
+    const events = Object.keys(this.whole.events_total).map((kind) => h('li', {}, h('b', {}, MARK_LETTERS[kind]), ` ${kind === 'preempt' ? 'preempt (evicted)' : kind.replace('_', ' ')}`));
+    const words = { verify: 'verify: decode with more tokens than rows', unknown: 'kind not recorded' };
+    return h('div', { class: 'legend tl-legend', id: 'legend' },
+      h('ul', { class: 'states' }, kinds.map((kind) => h('li', {}, swatch(kind), ` ${KINDS[kind].letter} ${words[kind] || kind}`))),
+      h('ul', { class: 'states' }, marks),
+      events.length && this.whole.axis === 'time' ? h('ul', { class: 'states' }, events) : null,
+      this.explain);
+  }
+
+  drawTable() {
+    if (!this.table || !this.table.open) return;
+    const { data, whole } = this;
+    const [summary] = this.table.children;
+    if (data.bins) {
+      const rows = data.lanes.map((lane, l) => {
+        const { share, rows: most, steps } = data.bins.lanes[l];
+        const sum = steps.reduce((x, y) => x + y, 0);
+        return h('tr', {}, h('th', { scope: 'row', class: 'mono' }, lane.engine.slice(0, 8)), h('td', {}, lane.kind), num(count(sum)),
+          num(`${(share.reduce((x, y) => x + y, 0) / share.length / 10).toFixed(1)} %`), num(count(Math.max(-1, ...most.map((m) => m ?? -1)) < 0 ? null : Math.max(...most.map((m) => m ?? -1)))));
+      });
+      put(this.table, summary, h('p', { class: 'hint' }, 'Put together over the window; zoom in for single steps.'),
+        h('table', { class: 'data' }, head(['engine', 'kind', 'steps', 'share of time', 'most rows']), h('tbody', {}, rows)));
+      return;
+    }
+    const inView = this.inView();
+    const shown = inView.slice(0, 500);
+    const time = whole.axis === 'time';
+    put(this.table, summary,
+      h('div', { class: 'scroll' }, h('table', { class: 'data', id: 'span-table' },
+        head(['engine', 'step', 'kind', ...(time ? ['start', 'until next'] : []), 'rows', 'tokens', 'padding', 'graph', 'attention', 'experts', 'cache', 'rows of kind']),
+        h('tbody', {}, shown.map((i) => {
+          const s = spanAt(data, i);
+          const href = link(current(), { params: { step: s.step, lane: `${s.engine}:${s.kind}` } });
+          return h('tr', {}, h('td', { class: 'mono' }, s.engine.slice(0, 8)), h('th', { scope: 'row', class: 'n' }, h('a', { href }, count(s.step))), h('td', {}, s.kind),
+            time ? [num(ns(s.t, 1000)), num(ns(s.duration))] : null,
+            num(count(s.rows)), num(count(s.tokens)), num(count(s.padded)), h('td', {}, s.graph ?? 'eager'),
+            h('td', {}, s.attention ?? NONE), h('td', {}, s.experts ?? NONE), h('td', {}, s.cache ?? NONE),
+            h('td', {}, s.marks === null ? NONE : s.marks.map((m) => (MARKS[m] ? MARKS[m][1] : m)).join(', ')));
+        })))),
+      inView.length > shown.length ? h('p', { class: 'hint' }, `The first ${count(shown.length)} of ${plural(inView.length, 'step')} in view; the CSV has all.`) : null);
+  }
+
+  drawEvents() {
+    const { events, events_total: total } = this.data;
+    const all = Object.entries(total);
+    this.eventList.hidden = !all.length;
+    const open = (event) => (event.seq ? h('a', { href: link(current(), { screen: 'seq', seq: event.seq }) }, event.seq) : NONE);
+    put(this.eventList, h('summary', {}, `Events${this.whole.axis === 'time' ? ' near this window' : ''}: ${all.map(([k, n]) => `${count(n)} ${k.replace('_', ' ')}`).join(', ')}`),
+      h('div', { class: 'scroll' }, h('table', { class: 'data' }, head(['', 'event', 'at', 'sequence', 'what']),
+        h('tbody', {}, events.slice(0, 200).map((e) => h('tr', {}, h('td', {}, h('b', {}, MARK_LETTERS[e.kind])), h('td', {}, e.kind.replace('_', ' '), e.count > 1 ? ` \u00d7 ${count(e.count)}` : ''),
+          num(e.t === null ? NONE : ns(e.t, 1e5)), h('td', { class: 'mono' }, open(e)), h('td', { class: 'wrap' }, e.detail)))))));
+  }
+
+  async drawPanel(state) {
+    const step = integer(state.params.get('step'));
+    const engine = engineOf(state.params.get('lane'), this.whole);
+    const key = `${engine}/${step}`;
+    this.panel.classList.toggle('empty', step === null || !engine);
+    if (step === null || !engine) {
+      this.panelKey = this.panelData = null;
+      put(this.panel, h('p', { class: 'hint' }, 'Click a step, or walk with . and , to see it here. Drag over the lanes to zoom; Ctrl and the wheel zoom, too.'));
+      return;
+    }
+    if (this.panelKey === key) return;
+    this.panelKey = key;
+    this.detail.abort();
+    this.detail = new AbortController();
+    const { signal } = this.detail;
+    this.panel.setAttribute('aria-busy', 'true');
+    try {
+      const data = await getJson(this.path('steps', engine, String(step)), scope(state), signal);
+      if (signal.aborted) return;
+      this.panelData = data;
+      drawStep(this.panel, data, state, this.whole);
+    } catch (error) {
+      if (error.name === 'AbortError') return;
+      if (!error.problem) throw error;
+      put(this.panel, notice({ level: 'warn', title: `No step ${count(step)}`, text: error.message }));
+    } finally {
+      if (!signal.aborted) this.panel.removeAttribute('aria-busy');
+    }
+  }
+
+  async drawTactics() {
+    await tacticTable(this.tactics, this.path('tactics'), this.signal);
+  }
+
+  grown(reopen) {
+    if (document.getElementById('grown')) return;
+    const item = notice({ level: 'info', title: 'The recording has grown', text: 'This page shows what was there when it was opened.',
+      extra: h('button', { type: 'button', on: { click: reopen } }, 'Show what is new') });
+    item.id = 'grown';
+    this.outside.before(item);
+  }
+}
+
+function engineOf(lane, data) {
+  if (!lane) return data.engines.length === 1 ? data.engines[0].id : null;
+  const name = lane.slice(0, lane.lastIndexOf(':') < 0 ? undefined : lane.lastIndexOf(':'));
+  const found = data.engines.filter((e) => e.id.startsWith(name));
+  return found.length === 1 ? found[0].id : null;
+}
+
+function headline(engine, engines) {
+  return [engineName(engine.id, engines), engine.role, engine.adapter, engine.replica === null ? null : `replica ${engine.replica}`,
+    engine.processes.length ? engine.processes.slice(0, 3).join(', ') + (engine.processes.length > 3 ? ` and ${engine.processes.length - 3} more` : '') : null].filter(Boolean).join(' \u00b7 ');
+}
+
+function head(names) {
+  return h('thead', {}, h('tr', {}, names.map((n) => h('th', { scope: 'col' }, n))));
+}
+
+function label(pen, tint, text, x, y, room) {
+  const { width } = pen.measureText(text);
+  if (width + 4 > room) return;
+  pen.fillStyle = tint('ground');
+  pen.fillRect(x - 1, y - 7, width + 3, 14);
+  pen.fillStyle = tint('text');
+  pen.fillText(text, x, y);
+}
+
+/** Small tiles over the colour: kinds are told apart in grey, too. */
+function makePatterns(pen, tint = colour) {
+  const make = (paint) => {
+    const tile = h('canvas', { width: 8, height: 8 });
+    const ink = tile.getContext('2d');
+    ink.strokeStyle = ink.fillStyle = tint('ground');
+    ink.lineWidth = 1.4;
+    paint(ink);
+    return pen.createPattern(tile, 'repeat');
+  };
+  const line = (ink, ...points) => {
+    ink.beginPath();
+    points.forEach(([x, y], i) => (i % 2 ? ink.lineTo(x, y) : ink.moveTo(x, y)));
+    ink.stroke();
+  };
+  return {
+    cross: make((ink) => line(ink, [0, 8], [8, 0], [0, 0], [8, 8])),
+    up: make((ink) => line(ink, [-2, 2], [2, -2], [0, 8], [8, 0], [6, 10], [10, 6])),
+    dots: make((ink) => [[1, 1], [5, 5]].forEach(([x, y]) => ink.fillRect(x, y, 2, 2))),
+    rows: make((ink) => line(ink, [0, 4], [8, 4])),
+  };
+}
+
+function drawStep(panel, data, state, whole) {
+  const facts = [
+    ['engine', h('span', { class: 'mono path' }, data.engine)],
+    ['kind', data.kind],
+    ['start', data.t_ns === null ? 'not recorded' : [ns(Number(BigInt(data.t_ns) - BigInt(whole.origin)), 1000), h('span', { class: 'hint mono' }, ` ${data.t_ns} ns`)]],
+    ['until the next', data.t_ns === null ? NONE : data.duration_ns === null ? 'not known: the last step' : ns(data.duration_ns)],
+    ['rows', count(data.rows)], ['tokens', count(data.tokens)], ['padded tokens', count(data.padded_tokens)],
+    ['columns', count(data.columns)], ['call', count(data.call)],
+    ['graph', data.graph ?? 'eager'], ['attention', data.attention ?? NONE], ['experts', data.experts ?? NONE],
+    ['sdpa', data.sdpa], ['cache', data.cache ?? NONE], ['threads', count(data.threads)],
+  ].filter(([, v]) => v !== null && v !== NONE);
+  const to = (step, text, id) => (step === null ? h('span', { class: 'hint' }, text) : h('a', { href: link(state, { params: { step } }), id }, text));
+  const drafts = data.batch.rows.some((r) => r.drafted !== null);
+  const sources = data.batch.rows.some((r) => r.kv_source !== null && r.kv_source !== 'own');
+  put(panel,
+    h('h2', {}, `Step ${count(data.step)} `, h('span', { class: 'neighbours' }, to(data.previous, 'previous', 'step-previous'), ' ', to(data.next, 'next', 'step-next'))),
+    h('table', { class: 'facts' }, h('tbody', {}, facts.map(([n, v]) => h('tr', {}, h('th', { scope: 'row' }, n), h('td', {}, v))))),
+    h('h3', {}, data.batch.of ? `Ran together: ${plural(data.batch.of, 'row')}` : 'Rows'),
+    data.batch.of ? h('div', { class: 'scroll' }, h('table', { class: 'data', id: 'batch' },
+      head(['row', 'sequence', 'positions', 'kind', 'version', ...(drafts ? ['drafts'] : []), ...(sources ? ['KV'] : [])]),
+      h('tbody', {}, data.batch.rows.map((r) => h('tr', {},
+        h('td', { class: 'n' }, r.row),
+        h('td', { class: 'mono' }, r.seq === null ? 'padding' : r.known ? h('a', { href: link(state, { screen: 'seq', seq: r.seq, params: { tok: r.chunk || r.kind === 'cached' ? r.start + r.n - 1 : r.start + r.n } }) }, r.seq) : r.seq),
+        h('td', { class: 'n' }, r.n > 1 ? `${count(r.start)}\u2013${count(r.start + r.n - 1)}` : count(r.start)),
+        h('td', {}, r.chunk ? 'prefill, unfinished' : r.kind === 'cached' ? 'cached prefix' : r.kind),
+        num(r.weight_version ?? NONE),
+        drafts ? num(r.drafted === null ? NONE : `${r.accepted ?? NONE} of ${r.drafted}`) : null,
+        sources ? h('td', {}, r.kv_source ?? NONE) : null)))))
+      : h('p', { class: 'hint' }, 'No rows of this step were recorded.'),
+    data.batch.of > data.batch.rows.length ? h('p', { class: 'hint' }, `The first ${count(data.batch.rows.length)} of ${count(data.batch.of)} rows.`) : null,
+    h('details', {}, h('summary', {}, `Kernel choices known by then, ${data.graph === null ? 'eager' : `in graph ${data.graph}`}: ${count(data.tactics.of)}`),
+      data.tactics.timed ? null : h('p', { class: 'hint' }, 'The step has no time: all choices of the tape are listed.'),
+      h('div', { class: 'scroll' }, h('table', { class: 'data' }, head(['op', 'implementation', 'tactic', 'source']),
+        h('tbody', {}, data.tactics.rows.map((t) => h('tr', {}, h('td', { class: 'mono wrap', title: t.key }, t.op), h('td', { class: 'wrap' }, t.implementation ?? NONE), h('td', { class: 'mono wrap' }, t.tactic ?? NONE), h('td', {}, t.source))))))));
+}
