@@ -5,11 +5,11 @@ BIN = $(dir $(PY))
 # With another PY (a path) the caller vouches for that environment and no .venv is made.
 READY = $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
 
-# peers.py, processes.py and vllm_*.py are parts of the others
-BENCHMARKS = $(filter-out benchmarks/peers.py benchmarks/processes.py benchmarks/vllm_%,$(wildcard benchmarks/[a-z]*.py))
+# peers.py, processes.py, vllm_*.py and viewer_*.py are parts of the others
+BENCHMARKS = $(filter-out benchmarks/peers.py benchmarks/processes.py benchmarks/vllm_% benchmarks/viewer_%,$(wildcard benchmarks/[a-z]*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help screenshots venv venv-vllm demo verify test test-vllm test-native test-unit test-browser lint types docs bench clean chromium
+.PHONY: help screenshots venv venv-vllm demo verify test test-vllm test-native test-unit test-browser lint types docs bench bench-viewer clean chromium
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ docs: $(READY)  ## write the command-line reference anew
 
 bench: $(READY)  ## run every benchmark
 	set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(PY) $$script; done
+
+bench-viewer: $(READY)  ## time every endpoint of the viewer on a tape of a million tokens
+	$(PY) benchmarks/viewer.py --requests 30
 
 clean:  ## remove builds and caches; recordings and .venv stay
 	rm -rf build dist *.egg-info htmlcov .coverage .coverage.* tests/artifacts

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from viewer_plan import Plan, choices, logprobs, mixed, uniform
 
+from rolltape.replay.drift import counts_over, drift, first_divergent
 from rolltape.replay.measures import (
     Deltas,
     by_position,
@@ -23,6 +24,7 @@ from rolltape.replay.measures import (
     measure,
     same_bits,
 )
+from rolltape.replay.report import IN_HEADER, SPARKS
 from rolltape.store import Masked, TapeWriter, create_report, seal
 from rolltape.store import open as open_tape
 from rolltape.store.columns import make_batch, ragged
@@ -161,6 +163,11 @@ def write_report(plan: Plan, a: Path, b: Path, out: Path) -> None:
     header = json.loads((out / REPORT_HEADER).read_text())
     header.pop(JSON_CHECKSUM)
     header["summary"] = jsonable(_summary(plan, a, b, routing, compared))
+    if len(compared.by_sequence) <= IN_HEADER:
+        header["summary"]["by_sequence"] = [
+            {k: v for k, v in jsonable(row).items() if k not in _IN_TABLE}
+            for row in compared.by_sequence
+        ]
     put_json(LocalPlace(out), REPORT_HEADER, header)
     seal(out)
 
@@ -326,6 +333,15 @@ def _summary(plan: Plan, a: Path, b: Path, routing: Routing, compared: Compared)
     }
     names = ("decisions", "disagree", "order_only", "top1_disagree")
     routes = routing.summary()
+    activations = {
+        "verdict": "divergent",
+        "reason": f"{sites:,} rows of {plan.layers} sites compared",
+        "front": front,
+        "earliest": front,
+        "above": {},
+        "floor": None,
+        "sites": [_site(plan, layer, front) for layer in range(plan.layers)],
+    }
     return {
         "verdict": "divergent",
         "reason": f"different bits in {counts['compared'] * 5 // 9:,} logprobs",
@@ -347,24 +363,11 @@ def _summary(plan: Plan, a: Path, b: Path, routing: Routing, compared: Compared)
             "counts": [int(c * factor) for c in whole["counts"]],
         },
         "routing": routes,
-        "equal": int(whole["bitwise"] * factor),
-        "over": {f"{x:g}": int((np.abs(delta) > x).sum() * factor) for x in (1e-3, 1e-2, 0.1, 1)},
-        "drift": {"by_version": _drift(deltas), "by_time": []},
-        "first_divergent": {"layer": 0, "site": "layers.0.out", "by": "activations"}
-        if sites
-        else None,
+        "over": {name: int(n * factor) for name, n in counts_over(delta).items()},
+        "drift": drift(deltas, [], open_tape(a), open_tape(b)),
+        "first_divergent": first_divergent(activations if sites else None, routing.table()),
         "supports": {"compared": 0, "equal": 0, "differ": 0, "first_differing": None},
-        "activations": {
-            "verdict": "divergent",
-            "reason": f"{sites:,} rows of {plan.layers} sites compared",
-            "front": front,
-            "earliest": front,
-            "above": {},
-            "floor": None,
-            "sites": [_site(plan, layer, front) for layer in range(plan.layers)],
-        }
-        if sites
-        else None,
+        "activations": activations if sites else None,
         "noise": None,
         "identity": [],
         "warnings": [{"kind": "open", "message": "some sequences of a are open", "count": 1}],
@@ -389,9 +392,6 @@ def _summary(plan: Plan, a: Path, b: Path, routing: Routing, compared: Compared)
         "by_group": {
             name: measure(*_both(parts)) for name, parts in sorted(compared.by_group.items())
         },
-        "by_sequence": [
-            {k: v for k, v in row.items() if k not in _IN_TABLE} for row in compared.by_sequence
-        ],
         "alignment": {
             "pairs": len(compared.by_sequence),
             "by_key": len(compared.by_sequence),
@@ -415,7 +415,7 @@ _IN_TABLE = (
 
 
 def _spark(length: int, at: np.ndarray, delta: np.ndarray) -> Masked:
-    count = min(32, length)
+    count = min(SPARKS, length)
     peak, seen = np.zeros(count), np.zeros(count, bool)
     np.maximum.at(peak, at * count // length, np.abs(delta))
     seen[at * count // length] = True
@@ -425,28 +425,6 @@ def _spark(length: int, at: np.ndarray, delta: np.ndarray) -> Masked:
 def _both(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     delta, bits = np.concatenate(parts, axis=1)
     return delta, bits.astype(bool)
-
-
-def _drift(deltas: Deltas) -> list[dict[str, Any]]:
-    found = []
-    for version in np.unique(deltas.version.values).tolist():
-        delta = deltas.delta[deltas.version.values == version]
-        size = np.abs(delta)
-        found.append(
-            {
-                "version": version,
-                "label": f"step {version}",
-                "tokens": len(delta),
-                "mean": float(delta.mean()),
-                "mean_abs": float(size.mean()),
-                "p99_abs": float(np.percentile(size, 99)),
-                "max_abs": float(size.max()),
-                "k3": float((np.expm1(delta) - delta).mean()),
-                "outside": float((size > 0.2).mean()),
-                "worst_ratio": float(np.exp(size.max())),
-            }
-        )
-    return found
 
 
 def _site(plan: Plan, layer: int, front: dict[str, Any]) -> dict[str, Any]:

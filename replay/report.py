@@ -21,6 +21,8 @@ from rolltape.store import TapeWriter, create_report, seal
 from rolltape.store.columns import Masked
 from rolltape.store.errors import TapeExistsError
 
+#: Pairs of which the header has a row each.
+IN_HEADER = 1000
 #: Stretches of a sequence in its `spark`, at most.
 SPARKS = 32
 _MEASURES = ("mean_abs", "max_abs", "p99_abs", "max_at", "k1", "k3", "first_over")
@@ -50,15 +52,16 @@ def write_report(
 
     Args:
         out: where.
-        summary: ready for JSON; written without `by_sequence`.
+        summary: ready for JSON; of more than `IN_HEADER` pairs written without `by_sequence`.
         results: the pairs.
         by_pair: their measures, in the same order.
         column: the headline column.
         routing: rows of the `routing` table.
         activations: errors of every site and span.
     """
-    # a row a sequence stands in the table; the header has to stay small
-    create_report(out, summary={k: v for k, v in summary.items() if k != "by_sequence"})
+    if len(results) > IN_HEADER:  # the table has a row a sequence; the header has to stay small
+        summary = {name: value for name, value in summary.items() if name != "by_sequence"}
+    create_report(out, summary=summary)
     with TapeWriter(out) as writer:
         for result, measures in zip(results, by_pair, strict=True):
             writer.append("sequences", _one(_sequence(result, measures, column)))

@@ -127,6 +127,8 @@ def _cells(column: pa.Array) -> Cell:
         return _lists(column)
     if pa.types.is_binary(type_):
         return _binary(column)
+    if pa.types.is_struct(type_):  # of a batch usually few rows are looked at
+        return lambda row: column[row].as_py()
     values: list[Any] = column.to_pylist()
     return values.__getitem__
 

@@ -90,13 +90,16 @@ class LocalPlace:
 
     Args:
         path: the folder; need not exist yet.
+        mapped: map files into memory where that is safe, for buffers that are stored as they are.
+            Else what is read is copied, and files that are open take no memory.
 
     Files in it may be links, as caches of downloads make them; folders in it may not, so that
     nothing is ever listed, written or removed elsewhere.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, mapped: bool = True) -> None:
         self.path = path
+        self.mapped = mapped
 
     def __str__(self) -> str:
         return str(self.path)
@@ -157,7 +160,9 @@ class LocalPlace:
             # writer cuts off what it could not finish.
             if not _regular(path):
                 return pa.BufferReader(b"")
-            return pa.OSFile(str(path)) if name.endswith(".live") else pa.memory_map(str(path))
+            if name.endswith(".live") or not self.mapped:
+                return pa.OSFile(str(path))
+            return pa.memory_map(str(path))
 
     def put(self, name: str, data: bytes | pa.Buffer, *, fsync: bool = False) -> None:
         """See `Place`."""

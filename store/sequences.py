@@ -297,6 +297,7 @@ class Tape(FlatTable, Folder):
         skip_damaged: leave damaged shards out and name them in `problems`.
         version: as it was at that seal.
         columns: of the flat table; None is all.
+        cache_bytes: of batches that were read last, so much is kept.
 
     To Arrow tools it is a table with a row a sequence (`schema`, `to_table`, `to_batches`,
     `scanner`, `count_rows`, `take`, `head`, `to_pandas`, `to_ray`, and the Arrow C stream);
@@ -310,6 +311,7 @@ class Tape(FlatTable, Folder):
         skip_damaged: bool = False,
         version: int | None = None,
         columns: Items[str] | None = None,
+        cache_bytes: int = _BATCH_BYTES,
     ) -> None:
         super().__init__(
             place,
@@ -321,7 +323,7 @@ class Tape(FlatTable, Folder):
         self.flat = flat_rows(self, columns)
         self._rollups: pa.Table | None = None
         self._blocks: Cache[PackedBlock] = Cache(BLOCK_BYTES)
-        self._cells: Cache[Cells] = Cache(_BATCH_BYTES)
+        self._cells: Cache[Cells] = Cache(cache_bytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (self.place, self.skip_damaged, self.version, self.schema.names)
@@ -722,6 +724,7 @@ def open_tape(
     version: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     skip_damaged: bool = False,
+    cache_bytes: int = _BATCH_BYTES,
 ) -> Tape:
     """Open a tape for reading. Nothing but its header and its seal is read before it is needed.
 
@@ -731,6 +734,7 @@ def open_tape(
         version: read it as it was at that seal (1, 2, ...); None is now.
         storage_options: see `rolltape.store.places.place_of`.
         skip_damaged: leave damaged shards out and name them in `problems`.
+        cache_bytes: of batches that were read last, so much is kept.
 
     Raises:
         NotATapeError: `uri` is not a tape.
@@ -747,6 +751,7 @@ def open_tape(
         skip_damaged=skip_damaged,
         version=version,
         columns=columns,
+        cache_bytes=cache_bytes,
     )
 
 

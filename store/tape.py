@@ -44,6 +44,8 @@ SEAL = "seal.json"
 
 # A reader keeps at most so many bytes of files mapped.
 _OPEN_BYTES = 64 << 20
+# What one that is not mapped counts for: so many may be open as files.
+_OPEN_FILE = 1 << 20
 
 
 class Folder:
@@ -189,7 +191,8 @@ class Folder:
             elif sealed is None and isinstance(shard, SealedShard):
                 # checked as a whole: opened again, its batches are checked as they are read
                 self._checked[table, file] = Sealed(shard.nbytes, shard.batches)
-            return shard, shard.nbytes
+            mapped = not isinstance(self.place, LocalPlace) or self.place.mapped
+            return shard, shard.nbytes if mapped else min(shard.nbytes, _OPEN_FILE)
 
         return self._open.get((table, file, whole), make)
 

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from rolltape import __version__
 from rolltape.store.errors import RolltapeError
-from rolltape.viewer.answers import Problem, bad_parameter, json_answer, tagged
+from rolltape.viewer.answers import Problem, bad_parameter, json_answer
 from rolltape.viewer.assets import assets
 from rolltape.viewer.basket import Notes
 from rolltape.viewer.endpoints import (
@@ -102,13 +102,13 @@ def _add_assets(app: FastAPI) -> None:
 
     @app.get("/", include_in_schema=False)
     def index(request: Request) -> Response:
-        return tagged(request, *files["index.html"])
+        return files["index.html"].answer(request)
 
     @app.get("/static/{name:path}", include_in_schema=False)
     def static(request: Request, name: str) -> Response:
         if name not in files:
             raise Problem(404, "unknown file", f"the viewer has no file {name!r}")
-        return tagged(request, *files[name])
+        return files[name].answer(request)
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -95,7 +95,7 @@ CAUSES = (
         title="Kernel choice",
         question="Other kernels or tactics compute the same operation on the two sides.",
         switches=("kernels", "experts", "tactics"),
-        why_not="no switch of a replay chooses kernels one by one; compare `rolltape tactics`",
+        why_not="no switch of a replay chooses kernels one by one; the timeline lists the choices",
     ),
     Cause(
         id="support",
@@ -153,7 +153,9 @@ _WORDS = {
 
 
 class Board:
-    """The rows of one tape with one report chosen; every other report of it is evidence too.
+    """The rows of one tape with one report chosen; its other reports are evidence too.
+
+    Everything is read when it is made; afterwards it holds no folder.
 
     Args:
         pair: the tape with the report that is shown.
@@ -161,55 +163,54 @@ class Board:
     """
 
     def __init__(self, pair: Pair, every: Iterable[Pair]) -> None:
-        self.pair = pair
-        self.effects = Effects([r for r in map(replay_of, every) if r is not None])
         self.facts = list(facts(pair))
         contrast = flip_contrast(pair)
         if contrast is not None:
             self.facts.append(contrast)
-
-    def plain(self) -> dict[str, Any]:
-        """Answer of `GET /api/runs/{run}/causes`, what changes aside."""
-        rows = [self._row(cause) for cause in CAUSES]
-        rows.sort(key=_order)
-        return {**self._around(), "sequence": None, "rows": rows}
-
-    def of_sequence(self, sequence: str) -> dict[str, Any]:
-        """The same for one sequence: states are the run's, numbers and problems its own.
-
-        Raises:
-            Problem: 404, neither tape nor report has it.
-        """
-        pair = self.pair
-        if pair.find(sequence) is None and sequence not in pair.compared:
-            raise unknown("sequence", sequence, "the sequence list has all of them")
-        rows = []
-        contrast = flip_contrast(pair, sequence)
-        for cause in CAUSES:
-            row = self._row(cause)
-            row["effects"] = [
-                {**e, "here": self.effects.here(effect, sequence), "top": []}
-                for e, effect in zip(row["effects"], self._effects(cause), strict=True)
-            ]
-            own = [e for e in self.facts if e.cause == cause.id and e.sequence == sequence]
-            if contrast is not None and cause.id == "routing":
-                own.append(contrast)
-            row["here"] = [e.plain() for e in own]
-            rows.append(row)
-        rows.sort(key=_order)
-        return {**self._around(), "sequence": sequence, "rows": rows}
-
-    def _around(self) -> dict[str, Any]:
-        summary = self.pair.summary
+        self.effects = Effects([r for r in map(replay_of, every) if r is not None])
+        tape, summary = pair.tape, pair.summary
+        side = pair.side("a").get("path")
+        self._tape = str(tape.path) if tape is not None else str(side or "TAPE_A")
         names = ("column", "tokens_compared", "mean_abs", "k3", "verdict")
-        return {
-            "report": self.pair.report.uuid if self.pair.report is not None else None,
+        self._around = {
+            "report": pair.report.uuid if pair.report is not None else None,
             "gap": {name: summary.get(name) for name in names} if summary else None,
             "method": METHOD,
             "state_words": _WORDS,
             "replays": [r.plain() for r in self.effects.replays],
             "unused": self.effects.unused,
         }
+        missing = {cause.id: _missing(pair, cause) for cause in CAUSES}
+        self._rows = [self._row(cause, missing[cause.id]) for cause in CAUSES]
+
+    def plain(self) -> dict[str, Any]:
+        """Answer of `GET /api/runs/{run}/causes`, what changes aside."""
+        return {**self._around, "sequence": None, "rows": sorted(self._rows, key=_order)}
+
+    def of_sequence(self, pair: Pair, sequence: str) -> dict[str, Any]:
+        """The same for one sequence: states are the run's, numbers and problems its own.
+
+        Args:
+            pair: the one that it was made of.
+            sequence: id on side A.
+
+        Raises:
+            Problem: 404, neither tape nor report has it.
+        """
+        if pair.find(sequence) is None and sequence not in pair.compared:
+            raise unknown("sequence", sequence, "the sequence list has all of them")
+        rows = []
+        contrast = flip_contrast(pair, sequence)
+        for cause, whole in zip(CAUSES, self._rows, strict=True):
+            effects = [
+                {**e, "here": self.effects.here(effect, sequence), "top": []}
+                for e, effect in zip(whole["effects"], self._effects(cause), strict=True)
+            ]
+            own = [e for e in self.facts if e.cause == cause.id and e.sequence == sequence]
+            if contrast is not None and cause.id == "routing":
+                own.append(contrast)
+            rows.append({**whole, "effects": effects, "here": [e.plain() for e in own]})
+        return {**self._around, "sequence": sequence, "rows": sorted(rows, key=_order)}
 
     def _effects(self, cause: Cause) -> list[Effect]:
         known = {s for c in CAUSES for s in c.switches}
@@ -219,10 +220,9 @@ class Board:
             if e.switch in cause.switches or (cause.id == "kernels" and e.switch not in known)
         ]
 
-    def _row(self, cause: Cause) -> dict[str, Any]:
+    def _row(self, cause: Cause, missing: str) -> dict[str, Any]:
         effects = self._effects(cause)
         evidence = [e for e in self.facts if e.cause == cause.id]
-        missing = self._missing(cause)
         state, why = _state(cause, effects, evidence, missing)
         testable = not missing and bool(cause.tests)
         open_ = state in ("not_tested", "inconclusive") or (state == "supported" and not effects)
@@ -237,24 +237,9 @@ class Board:
             "commands": self.commands(cause) if testable and open_ and not effects else [],
         }
 
-    def _missing(self, cause: Cause) -> str:
-        """Why the tape does not allow the test; empty if it does."""
-        tape = self.pair.tape
-        if tape is None:
-            return "" if not cause.needs else "the tape is not open"
-        layers = [e.get("moe_layers") for e in tape.engines.values()]
-        if {"routes", "moe"} & set(cause.needs) and layers and all(x == [] for x in layers):
-            return "the model is dense: nothing is routed"
-        if "routes" in cause.needs and not tape.files("routes"):
-            return "the tape has no routes; record with --level routing"
-        if "supports" in cause.needs and not tape.files("supports"):
-            return "the tape has no kept sets: nothing was truncated, or it was not recorded"
-        return ""
-
     def commands(self, cause: Cause) -> list[str]:
         """What to run, in order: replays that are not there, their diffs, the viewer."""
-        tape = self.pair.tape
-        a = str(tape.path) if tape is not None else str(self.pair.side("a").get("path") or "TAPE_A")
+        a = self._tape
         base = self.effects.baseline
         lines: list[list[str]] = []
         made: list[str] = []
@@ -292,15 +277,25 @@ class Board:
 
     def _open(self) -> list[str]:
         """Paths of the reports and tapes that are open already."""
-        folders: list[Path] = []
-        for replay in self.effects.replays:
-            if replay.pair.b is not None:
-                folders.append(replay.pair.b.path)
-            folders.append(replay.report.path)
-        return list(dict.fromkeys(str(f) for f in folders))
+        return list(dict.fromkeys(path for r in self.effects.replays for path in r.paths))
 
 
 _ON, _BATCH = "transformers", "--tokens-per-batch"
+
+
+def _missing(pair: Pair, cause: Cause) -> str:
+    """Why the tape does not allow the test; empty if it does."""
+    tape = pair.tape
+    if tape is None:
+        return "" if not cause.needs else "the tape is not open"
+    layers = [e.get("moe_layers") for e in tape.engines.values()]
+    if {"routes", "moe"} & set(cause.needs) and layers and all(x == [] for x in layers):
+        return "the model is dense: nothing is routed"
+    if "routes" in cause.needs and not tape.files("routes"):
+        return "the tape has no routes; record with --level routing"
+    if "supports" in cause.needs and not tape.files("supports"):
+        return "the tape has no kept sets: nothing was truncated, or it was not recorded"
+    return ""
 
 
 def _together(paths: list[str]) -> list[str]:

@@ -127,7 +127,8 @@ def _side(sequence: Sequence | None, position: int) -> dict[str, Any] | None:
         out["weight_version"] = int(here.weight_version.values[0])
     if here.step.valid[0]:
         number = int(here.step.values[0])
-        out["step"] = {"step": number, **_step(sequence.tape, sequence.key, number)}
+        made = {"step": number, "engine": sequence.key.engine}
+        out["step"] = {**made, **_step(sequence.tape, sequence.key, number)}
     return out
 
 

@@ -23,6 +23,7 @@ _COLUMNS = ("engine", "version", "group", "digest", "tensors", "elements", "labe
 
 _UNLIKE: WeakKeyDictionary[Tape, pa.Table] = WeakKeyDictionary()
 _MISMATCHES: WeakKeyDictionary[Pair, pa.Table] = WeakKeyDictionary()
+_COUNTS: WeakKeyDictionary[Pair, tuple[int, int]] = WeakKeyDictionary()
 _KEPT: WeakKeyDictionary[Tape, pa.Table] = WeakKeyDictionary()
 
 
@@ -184,25 +185,27 @@ def against_b(pair: Pair, versions: Iterable[int]) -> Row:
             return {"state": "not-run", "reason": f"tape {side} has no version", **nothing}
     by = _paired_by(a, b)
     differ = b_mismatches(pair)
-    pairs = _pairs(a, b, by)
-    equal = int(pc.sum(pc.equal(pairs.column("digest"), pairs.column("digest_b"))).as_py() or 0)
+    if pair not in _COUNTS:
+        pairs = _pairs(a, b, by)
+        same = pc.equal(pairs.column("digest"), pairs.column("digest_b"))
+        _COUNTS[pair] = pairs.num_rows, int(pc.sum(same).as_py() or 0)
+    every, equal = _COUNTS[pair]
     counts = {
         "match": equal,
         "mismatch": differ.num_rows,
-        "not comparable": pairs.num_rows - equal - differ.num_rows,
+        "not comparable": every - equal - differ.num_rows,
     }
     state = "mismatch" if differ.num_rows else "match" if equal else "inconclusive"
-    here = pairs.filter(pc.is_in(pairs.column("version"), pa.array(list(versions), pa.int64())))
-    rows = _pair_rows(here, by)
+    here = pc.is_in(a.column("version"), pa.array(list(versions), pa.int64()))
+    rows = _pair_rows(_pairs(a.filter(here), b, by), by)
     rows.sort(key=lambda r: (r["version"], r["result"] != "mismatch", natural(r["group"])))
-    mismatches = _pair_rows(differ.slice(0, _SHOWN), by)
     return {
-        "state": state if pairs.num_rows else "not-run",
-        "reason": "" if pairs.num_rows else f"no version of A has a partner in B by its {by}",
+        "state": state if every else "not-run",
+        "reason": "" if every else f"no version of A has a partner in B by its {by}",
         "paired_by": "name" if by == "label" else "number",
         "counts": counts,
         "rows": rows,
-        "mismatches": mismatches,
+        "mismatches": _pair_rows(differ.slice(0, _SHOWN), by),
     }
 
 

@@ -258,9 +258,9 @@ def windows(n: int) -> list[tuple[int, int]]:
 
 
 def _page(bundle: Bundle, lengths: Mapping[str, Mapping[str, int]]) -> None:
-    for name, (body, _) in assets().items():
+    for name, asset in assets().items():
         if name != "index.html":
-            write_file(bundle.root / "static" / name, body)
+            write_file(bundle.root / "static" / name, asset.content)
     # what a header says elsewhere; frame-ancestors has no meaning in a page
     policy = "; ".join(p for p in POLICY.split("; ") if not p.startswith("frame-ancestors"))
     head = (
@@ -268,7 +268,7 @@ def _page(bundle: Bundle, lengths: Mapping[str, Mapping[str, int]]) -> None:
         f'<meta name="rolltape-screens" content="{" ".join(SCREENS)}">\n'
         '<script type="module" src="static/js/static_api.js"></script>\n'
     )
-    index = assets()["index.html"][0].decode()
+    index = assets()["index.html"].content.decode()
     before, script, after = index.partition('<script type="module"')
     write_file(bundle.root / "index.html", (before + head + script + after).encode())
     manifest = {

@@ -237,7 +237,7 @@ def _ranks(pair: Pair) -> Iterator[Evidence]:
         ranks = [e.get("ranks") or {} for e in tape.engines.values()]
         sizes: dict[str, int] = {}
         for one in ranks:
-            for kind, value in one.items():
+            for kind, value in one.items() if isinstance(one, dict) else ():
                 size = value[1] if isinstance(value, list) and len(value) == 2 else None
                 if isinstance(size, int):
                     sizes[str(kind)] = max(size, sizes.get(str(kind), 0))
@@ -262,10 +262,7 @@ def _ranks(pair: Pair) -> Iterator[Evidence]:
 def _problems(pair: Pair) -> Iterator[Evidence]:
     for place in ("identity", "warnings"):
         shown: dict[str, int] = {}
-        found = pair.summary.get(place)
-        for item in found if isinstance(found, list) else []:
-            if not isinstance(item, dict):
-                continue
+        for item in _dicts(pair.summary.get(place)):
             kind = str(item.get("kind", ""))
             cause = _KINDS.get(kind)
             shown[kind] = shown.get(kind, 0) + 1
@@ -312,32 +309,31 @@ def _semantics(pair: Pair) -> Iterator[Evidence]:
     column = summary.get("column")
     meaning = summary.get("semantics")
     rows = meaning.get("differences") if isinstance(meaning, dict) else None
-    for row in rows[:_SHOWN] if isinstance(rows, list) else []:
+    for row in _dicts(rows)[:_SHOWN]:
         cause = "precision" if row.get("field") == "dtype" else "support"
         text = (
             f"{row.get('field')} of the logprobs: A {row.get('a')}, B {row.get('b')} "
-            f"({row.get('tokens'):,} tokens)"
+            f"({_count(row.get('tokens'))} tokens)"
         )
         if row.get("field") != "source":
             yield Evidence(cause=cause, says=NOTE, text=text, source="report, semantics")
     kept = summary.get("supports")
     kept = kept if isinstance(kept, dict) else {}
     if kept.get("differ"):
-        first = kept.get("first_differing") or {}
-        links = []
-        if isinstance(first.get("sequence"), str):
+        first, links = kept.get("first_differing"), []
+        if isinstance(first, dict) and isinstance(first.get("sequence"), str):
             at = first.get("position")
             links.append({"text": "the first", "seq": first["sequence"], "tok": at})
         yield Evidence(
             cause="support",
             says=NOTE,  # a set that is cut from other logits differs as a consequence
-            text=f"{kept['differ']:,} of {kept.get('compared', 0):,} kept sets differ; where both "
-            "sides cut their own logits that follows from any difference",
+            text=f"{_count(kept['differ'])} of {_count(kept.get('compared'))} kept sets differ; "
+            "where both sides cut their own logits that follows from any difference",
             source="report, supports",
             links=tuple(links),
         )
     elif kept.get("compared"):
-        text = f"all {kept['compared']:,} kept sets compared are equal"
+        text = f"all {_count(kept['compared'])} kept sets compared are equal"
         yield Evidence(
             cause="support", says=AGAINST, text=text, source="report, supports", decisive=True
         )
@@ -351,12 +347,11 @@ def _semantics(pair: Pair) -> Iterator[Evidence]:
 def _identity(pair: Pair) -> Iterator[Evidence]:
     summary = pair.summary
     identity, warnings = (
-        {p.get("kind") for p in summary.get(name) or [] if isinstance(p, dict)}
-        for name in ("identity", "warnings")
+        {str(p.get("kind")) for p in _dicts(summary.get(name))} for name in ("identity", "warnings")
     )
     compared = summary.get("compared")
     pairs = compared.get("sequences") if isinstance(compared, dict) else None
-    if not pairs:
+    if not pairs or not isinstance(pairs, int):
         pairs = pair.report_columns(["a"]).num_rows
     if pairs and not identity & {"tokens", "prompt_len", "length", "unmatched"}:
         text = f"{pairs:,} pairs of sequences have the same token ids and prompt lengths"
@@ -398,7 +393,7 @@ def _routing(pair: Pair) -> Iterator[Evidence]:
     worst = max(rows, key=lambda r: (r["disagree"] or 0) / (r["decisions"] or 1))
     text = (
         f"{flips:,} of {decisions:,} routing decisions disagree, most of them in layer "
-        f"{worst['layer']} ({worst['disagree']:,} of {worst['decisions']:,})"
+        f"{worst['layer']} ({_count(worst['disagree'])} of {_count(worst['decisions'])})"
     )
     yield Evidence(cause="routing", says=NOTE, text=text, source="report, routing")
     margin = _weighted(rows, "flip_margin_mean", "disagree")
@@ -473,6 +468,15 @@ def _array(scalar: Any) -> np.ndarray:
     if not scalar.is_valid:
         return np.zeros(0)
     return np.asarray(scalar.values.cast(pa.float64()).fill_null(-1.0).to_numpy())
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    """The objects in a list of the summary, which anybody may have written."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else "an unknown number"
 
 
 def _parsed(text: str | None) -> dict[str, Any]:

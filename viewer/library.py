@@ -18,6 +18,7 @@ import xxhash
 
 from rolltape.store.errors import NotATapeError, RolltapeError, TapeError
 from rolltape.store.facts import FACTS
+from rolltape.store.places import LocalPlace
 from rolltape.store.rollups import sequence_facts
 from rolltape.store.routes import Routes
 from rolltape.store.schema import REPORT_TABLES, TAPE_TABLES
@@ -30,6 +31,8 @@ from rolltape.viewer.vocabulary import Vocabulary, load_vocabulary
 #: A tape up to this size is checked as a whole when it is opened; damage of a larger one shows when
 #: what is damaged is asked for.
 _VERIFIED_BYTES = 512 << 20
+#: Of each tape so much of what was read last is kept.
+_CACHE_BYTES = 16 << 20
 #: Seconds between two looks at a tape that is still being written.
 LOOK_EVERY = 1.0
 #: Seconds that a report without any shard is waited for.
@@ -202,7 +205,7 @@ class Pair:
         """Vocabulary, and why there is none."""
         if self._vocabulary is not None:
             return self._vocabulary, ""
-        models = [m for t in (self.tape, self.b) if t for m in _models(t)]
+        models = [m for t in (self.tape, self.b) if t is not None for m in _models(t)]
         for model in models:
             if (Path(model) / "tokenizer.json").is_file():
                 try:
@@ -443,9 +446,7 @@ class Library:
         self._seen.add(path)
         try:
             folder: Tape | Report = (
-                _open_tape(path)
-                if kind_of(path) == "tape"
-                else open_report(path, skip_damaged=True)
+                _open_tape(path) if kind_of(path) == "tape" else _lean_report(path)
             )
         except TapeError as error:
             self.failures.append(Failure(str(path), str(error)))
@@ -481,9 +482,19 @@ def _find(path: Path) -> list[Path]:
 
 def _open_tape(path: Path) -> Tape:
     """A tape whose damage is known as far as looking for it takes no time that anyone notices."""
-    tape = open_tape(path, skip_damaged=True)
+    tape = _lean(path)
     tape.verify(_VERIFIED_BYTES)
     return tape
+
+
+def _lean(path: Path) -> Tape:
+    """A tape that takes little memory: several are open at once, and pages read each part once."""
+    place = LocalPlace(path, mapped=False)
+    return open_tape(place, skip_damaged=True, cache_bytes=_CACHE_BYTES)
+
+
+def _lean_report(path: Path) -> Report:
+    return open_report(LocalPlace(path, mapped=False), skip_damaged=True)
 
 
 def _folders(pair: Pair) -> list[Tape | Report]:
@@ -493,8 +504,8 @@ def _folders(pair: Pair) -> list[Tape | Report]:
 def _reopened(folder: Tape | Report) -> Tape | Report:
     """The same, with nothing read yet."""
     if isinstance(folder, Tape):
-        return open_tape(folder.path, skip_damaged=True)
-    report = open_report(folder.path, skip_damaged=True)
+        return _lean(folder.path)
+    report = _lean_report(folder.path)
     report.header = folder.header
     return report
 

@@ -30,8 +30,8 @@ from rolltape.viewer.library import Pair
 
 Row = dict[str, Any]
 
-#: Rows of a page, and of a table for other programs.
-MAX_LIMIT, MAX_TABLE = 500, 100_000
+#: Rows of a page when nobody says, at most, and at most of a table for other programs.
+LIMIT, MAX_LIMIT, MAX_TABLE = 100, 500, 100_000
 #: Seconds spent on counting facets, and values that one of them shows.
 FACET_SECONDS, FACET_VALUES = 0.05, 50
 
@@ -275,7 +275,8 @@ class Listing:
         order, row = self.order(sort), self._at(str(sequence))
         if row is None or of != sort:
             raise bad_parameter("after", "not a cursor of this list in this order")
-        if sort.removeprefix("-") not in _NUMBERS:  # the rank of a text changes with its neighbours
+        # ranks of texts change with their neighbours, and so does the order of opening
+        if sort.removeprefix("-") in (*_WORDS, "order"):
             return order.place(row) + 1
         return order.behind(key, row)
 
@@ -304,8 +305,8 @@ class Listing:
             clock: seconds.
 
         Returns:
-            `facets`: per column `values` (the most frequent ones: `value`, `count`), `more` (values
-            left out) and `complete`; `facets_timed_out`: columns that are not counted to the end.
+            `facets`: per column `values` (the most frequent ones with their count), `more` (values
+            left out) and `timed_out`; `facets_timed_out`: columns that are not counted to the end.
         """
         wanted = [name.strip() for name in names.split(",") if name.strip()]
         for name in wanted:
@@ -326,11 +327,11 @@ class Listing:
                 done += _BLOCK
             top = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
             found[name] = {
-                "values": [{"value": v, "count": c} for v, c in top[:FACET_VALUES]],
+                "values": [[value, count] for value, count in top[:FACET_VALUES]],
                 "more": max(0, len(top) - FACET_VALUES),
-                "complete": done >= self.total,
+                "timed_out": done < self.total,
             }
-        late = [name for name in wanted if not found[name]["complete"]]
+        late = [name for name in wanted if found[name]["timed_out"]]
         return {"facets": found, "facets_timed_out": late}
 
 

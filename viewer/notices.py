@@ -8,11 +8,12 @@ from typing import Any
 
 from rolltape.store.sequences import Tape
 from rolltape.viewer.library import Pair
+from rolltape.viewer.weights import alarms
 
 
 def notices(pair: Pair) -> list[dict[str, Any]]:
     """States of the run that need words: level, title, text, commands to copy."""
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = [*alarms(pair)]
     tape = pair.tape
     if tape is None:
         path = pair.side("a").get("path")

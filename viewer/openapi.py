@@ -1,7 +1,7 @@
 """The description of the HTTP interface: FastAPI's own, with what it cannot know.
 
 Every answer is made by hand (`answers.py`), so FastAPI sees neither media types nor problems. An
-endpoint that does not answer JSON says so: `@api.get(..., responses=ARRAYS)`.
+endpoint that answers something else than JSON says so: `responses=ARRAYS` or `media(...)`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PROBLEMS = {
 
 _LIMITS = {"integer": MAX_INT, "number": MAX_FLOAT}
 
-_JSON = {"application/json": {"schema": {}}}
+_JSON: dict[str, Any] = {"application/json": {"schema": {}}}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
@@ -60,8 +60,9 @@ def _complete(operation: dict[str, Any]) -> None:
     responses = operation["responses"]
     responses.pop("422", None)  # a wrong parameter is 400 here
     responses["200"]["description"] = "The answer."
-    if not responses["200"].get("content"):
-        responses["200"]["content"] = _JSON
+    content = responses["200"].setdefault("content", dict(_JSON))
+    if len(content) > 1 and content.get("application/json") == {"schema": {}}:
+        del content["application/json"]  # what FastAPI says when nobody says anything
     responses["304"] = {"description": "The client has it: `If-None-Match` is its ETag."}
     problem = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
     for status, text in _PROBLEMS.items():

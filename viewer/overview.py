@@ -155,7 +155,8 @@ def headline(
     summary = pair.summary
     verdict = str(summary.get("verdict"))
     compared = number(summary.get("tokens_compared"))
-    total = int(compared) if compared is not None else sizes.tokens
+    known = compared is not None and math.isfinite(compared)
+    total = int(compared or 0) if known else sizes.tokens
     if not total:
         return [{"text": f"{verdict}: no token was compared"}]
     if not sizes.tokens:

@@ -13,10 +13,10 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltape.store.sequences import Tape
-from rolltape.store.tape import Report
 from rolltape.viewer.library import Pair
 
 #: The whole interval of the share lies above this: supported.
@@ -26,6 +26,8 @@ REFUTED_UNDER = 0.05
 #: With fewer sequences an interval says nothing.
 FEWEST = 8
 RESAMPLES = 1000
+#: Reports that are paired with each other, the newest.
+MOST = 16
 METHOD = (
     f"share = 1 - sum|d| after / sum|d| before, over the sequences that both reports compared at "
     f"as many tokens; 95 % interval: percentile bootstrap over sequences, {RESAMPLES:,} resamples, "
@@ -33,8 +35,6 @@ METHOD = (
     f"is below {REFUTED_UNDER:.0%}. Else, or with fewer than {FEWEST} sequences: inconclusive."
 )
 
-_DRAWN = 1 << 20  # indices drawn at a time
-_MOST = 48  # reports that are paired with each other, the newest
 _LIBRARIES = ("torch", "transformers", "vllm", "sglang", "tensorrt_llm", "flash_attn")
 
 #: Values that stand for "nothing changed", where a tape is older than the switch.
@@ -57,26 +57,49 @@ _EXPLAINS = {"attention": ("attention",), "dtype": ("dtype", "experts"), "weight
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replay:
-    """A report whose side B is a replay of this tape.
+class Sums:
+    """Per sequence of a report what is summed over its compared tokens, by id on side A.
 
     Args:
-        pair: the tape with that report.
+        ids: sequences, string [n].
+        tokens: compared, int64 [n].
+        absolute: sum of |d|, float64 [n].
+        k3: sum of e^d - 1 - d, float64 [n].
+        max_at: position of the largest |d|, int64 [n]; -1 unknown.
+    """
+
+    ids: pa.Array
+    tokens: np.ndarray
+    absolute: np.ndarray
+    k3: np.ndarray
+    max_at: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """A report whose side B is a replay of the tape. It holds no folder open.
+
+    Args:
+        rep: uuid of the report.
+        name: of its folder.
+        paths: of side B, if it is open, and of the report.
         mode: `score` or `re-execute`.
         switches: value by switch, and of `layout` and `tokens_per_batch`.
         around: everything else that should be equal in a controlled pair.
+        verdict: of the report.
+        column: which logprobs its numbers are of.
+        sums: of its sequences.
     """
 
-    pair: Pair
+    rep: str
+    name: str
+    paths: tuple[str, ...]
     mode: str
     switches: Mapping[str, str]
     around: Mapping[str, str]
-
-    @property
-    def report(self) -> Report:
-        """The report."""
-        assert self.pair.report is not None
-        return self.pair.report
+    verdict: str | None
+    column: str | None
+    sums: Sums
 
     @property
     def changed(self) -> dict[str, str]:
@@ -86,13 +109,28 @@ class Replay:
     def plain(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "rep": self.report.uuid,
-            "name": self.report.path.name,
+            "rep": self.rep,
+            "name": self.name,
             "mode": self.mode,
             "switches": dict(self.switches),
             "changed": self.changed,
-            "verdict": self.report.summary.get("verdict"),
+            "verdict": self.verdict,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How a side B was made.
+
+    Args:
+        mode: `score` or `re-execute`.
+        switches: as in `Replay`.
+        around: as in `Replay`.
+    """
+
+    mode: str
+    switches: Mapping[str, str]
+    around: Mapping[str, str]
 
 
 def default(switch: str, mode: str) -> str:
@@ -101,7 +139,26 @@ def default(switch: str, mode: str) -> str:
 
 
 def replay_of(pair: Pair) -> Replay | None:
-    """What the report's side B is; None if it is no replay of the tape, or does not say how."""
+    """The report as a replay; None if its side B is none of the tape, or does not say how."""
+    found, report = conditions(pair), pair.report
+    if found is None or report is None:
+        return None
+    verdict, column = pair.summary.get("verdict"), pair.summary.get("column")
+    return Replay(
+        rep=report.uuid,
+        name=report.path.name,
+        paths=tuple(str(f.path) for f in (pair.b, report) if f is not None),
+        mode=found.mode,
+        switches=found.switches,
+        around=found.around,
+        verdict=str(verdict) if verdict else None,
+        column=str(column) if column else None,
+        sums=sums_of(pair),
+    )
+
+
+def conditions(pair: Pair) -> Conditions | None:
+    """How the report's side B was made; None if it is no replay of the tape, or does not say."""
     settings = pair.summary.get("settings")
     settings = settings if isinstance(settings, dict) else {}
     if pair.b is not None:
@@ -124,7 +181,7 @@ def replay_of(pair: Pair) -> Replay | None:
         if not switches:
             return None
         mode, around = "score", {}
-    return Replay(pair=pair, mode=mode, switches=switches, around=around)
+    return Conditions(mode=mode, switches=switches, around=around)
 
 
 def _around(tape: Tape) -> dict[str, str]:
@@ -174,25 +231,6 @@ def differing(one: Replay, other: Replay) -> tuple[list[str], list[str]]:
     return switches, around
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sums:
-    """Per sequence of a report what is summed over its compared tokens, by id on side A.
-
-    Args:
-        ids: sequences, str [n].
-        tokens: compared, int64 [n].
-        absolute: sum of |d|, float64 [n].
-        k3: sum of e^d - 1 - d, float64 [n].
-        max_at: position of the largest |d|, int64 [n]; -1 unknown.
-    """
-
-    ids: np.ndarray
-    tokens: np.ndarray
-    absolute: np.ndarray
-    k3: np.ndarray
-    max_at: np.ndarray
-
-
 def sums_of(pair: Pair) -> Sums:
     """From the rows of the report's `sequences`; those where nothing was compared are left out."""
     table = pair.report_columns(["a", "compared", "mean_abs", "k3", "max_at"])
@@ -205,10 +243,9 @@ def sums_of(pair: Pair) -> Sums:
     absolute = column("mean_abs", float("nan")) * tokens
     k3 = column("k3", float("nan")) * tokens
     at = column("max_at", -1).astype(np.int64)
-    ids = np.array(table.column("a").to_pylist(), dtype=np.str_)
     keep = (tokens > 0) & np.isfinite(absolute)
     return Sums(
-        ids=ids[keep],
+        ids=table.column("a").combine_chunks().filter(pa.array(keep)),
         tokens=tokens[keep],
         absolute=absolute[keep],
         k3=k3[keep],
@@ -218,7 +255,10 @@ def sums_of(pair: Pair) -> Sums:
 
 def joined(one: Sums, other: Sums) -> tuple[np.ndarray, np.ndarray]:
     """Rows of both for the sequences that were compared at as many tokens in each."""
-    _, i, j = np.intersect1d(one.ids, other.ids, assume_unique=False, return_indices=True)
+    found = pc.fill_null(pc.index_in(one.ids, value_set=other.ids), -1)
+    j = np.asarray(found.to_numpy(zero_copy_only=False))
+    i = np.flatnonzero(j >= 0)
+    j = j[i]
     same = one.tokens[i] == other.tokens[j]
     return i[same], j[same]
 
@@ -232,14 +272,14 @@ def interval(top: np.ndarray, bottom: np.ndarray) -> tuple[float, float]:
     """
     rng = np.random.default_rng(0)
     n = len(top)
-    rows = max(1, _DRAWN // max(n, 1))
-    ratios: list[np.ndarray] = []
-    for start in range(0, RESAMPLES, rows):
-        drawn = rng.integers(0, n, (min(rows, RESAMPLES - start), n))
-        below = bottom[drawn].sum(1)
-        above = top[drawn].sum(1)
-        ratios.append(np.divide(above, below, out=np.ones_like(above), where=below != 0))
-    low, high = np.percentile(np.concatenate(ratios), [2.5, 97.5])
+    both = np.stack([top, bottom], axis=1)
+    totals = np.empty((RESAMPLES, 2))
+    for k in range(RESAMPLES):
+        times = np.bincount(rng.integers(0, n, n, dtype=np.int32), minlength=n)
+        totals[k] = times @ both
+    above, below = totals.T
+    ratios = np.divide(above, below, out=np.ones_like(above), where=below != 0)
+    low, high = np.percentile(ratios, [2.5, 97.5])
     return float(low), float(high)
 
 
@@ -288,8 +328,8 @@ class Effect:
             "switch": self.switch,
             **{
                 side: {
-                    "rep": r.report.uuid,
-                    "name": r.report.path.name,
+                    "rep": r.rep,
+                    "name": r.name,
                     "value": v,
                     "mode": r.mode,
                 }
@@ -308,9 +348,8 @@ class Effects:
     """
 
     def __init__(self, replays: Iterable[Replay]) -> None:
-        self.replays = list(replays)[-_MOST:]
+        self.replays = list(replays)
         self.unused: list[str] = []
-        self._sums: dict[str, Sums] = {}
         self.found = [*self._pairs(), *self._sizes()]
 
     @property
@@ -319,16 +358,10 @@ class Effects:
         scored = [r for r in self.replays if r.mode == "score"]
         return min(reversed(scored), key=lambda r: len(r.changed), default=None)
 
-    def sums(self, replay: Replay) -> Sums:
-        """Kept: every report is in several pairs."""
-        if replay.report.uuid not in self._sums:
-            self._sums[replay.report.uuid] = sums_of(replay.pair)
-        return self._sums[replay.report.uuid]
-
     def _pairs(self) -> Iterator[Effect]:
         for one, other in combinations([r for r in self.replays if r.mode == "score"], 2):
             switches, around = differing(one, other)
-            names = f"{one.report.path.name} and {other.report.path.name}"
+            names = f"{one.name} and {other.name}"
             if not switches or len(switches) > 1:
                 continue  # the same again, or no controlled change
             if around:
@@ -342,7 +375,7 @@ class Effects:
         value = [r.switches.get(switch, usual) for r in (one, other)]
         if value[0] != usual and (value[1] == usual or value[1] < value[0]):
             one, other, value = other, one, value[::-1]
-        columns = [r.report.summary.get("column") for r in (one, other)]
+        columns = [one.column, other.column]
         values = (value[0], value[1])
         common: dict[str, Any] = {
             "kind": "gap",
@@ -357,7 +390,7 @@ class Effects:
                 "are not the same quantity"
             )
             return Effect(**common, numbers=None, state="inconclusive", why=why)
-        x, y = self.sums(one), self.sums(other)
+        x, y = one.sums, other.sums
         i, j = joined(x, y)
         numbers = self._numbers(x, y, i, j)
         if not len(i) or not numbers["sum_before"]:
@@ -377,22 +410,21 @@ class Effects:
         base = self.baseline
         again = [r for r in self.replays if r.mode == "re-execute"]
         steady = [r for r in again if not r.changed]
-        shaky = [r for r in steady if r.report.summary.get("verdict") not in ("identical",)]
+        shaky = [r for r in steady if r.verdict != "identical"]
         for replay in again:
             if len(replay.changed) != 1:
                 continue
             ((switch, value),) = replay.changed.items()
             before = base or replay
-            y = self.sums(replay)
-            x = self.sums(before)
+            x, y = before.sums, replay.sums
             i, j = joined(x, y)
             numbers = self._numbers(x, y, i, j)
             state, why = self._size_state(replay, base, numbers, x, y, i, j)
             if shaky:
                 state = "inconclusive"
                 why += (
-                    f"; but the engine does not repeat itself: {shaky[-1].report.path.name} is "
-                    f"{shaky[-1].report.summary.get('verdict')} without any switch"
+                    "; but the engine does not repeat itself: "
+                    f"{shaky[-1].name} is {shaky[-1].verdict} without any switch"
                 )
             elif not steady:
                 why += "; whether the engine repeats itself without a switch was not looked at"
@@ -418,7 +450,7 @@ class Effects:
         i: np.ndarray,
         j: np.ndarray,
     ) -> tuple[str, str]:
-        if replay.report.summary.get("verdict") == "identical":
+        if replay.verdict == "identical":
             return "refuted", "it changes no bit of what the engine computes"
         if not len(i):
             return "inconclusive", "no sequence was compared at as many tokens in both reports"
@@ -463,12 +495,12 @@ class Effects:
 
     def here(self, effect: Effect, sequence: str) -> dict[str, Any] | None:
         """The numbers of an effect for one sequence alone; None where a report lacks it."""
-        x, y = self.sums(effect.before), self.sums(effect.after)
-        i, j = (np.flatnonzero(s.ids == sequence) for s in (x, y))
-        if not len(i) or not len(j):
+        x, y = effect.before.sums, effect.after.sums
+        i, j = (pc.index(s.ids, sequence).as_py() for s in (x, y))
+        if i < 0 or j < 0:
             return None
-        numbers = self._numbers(x, y, i[:1], j[:1])
-        numbers["tokens_after"] = int(y.tokens[j[0]])
+        numbers = self._numbers(x, y, np.array([i]), np.array([j]))
+        numbers["tokens_after"] = int(y.tokens[j])
         if numbers["sum_before"]:
             after, before = numbers["sum_after"], numbers["sum_before"]
             share = 1 - after / before if effect.kind == "gap" else after / before
@@ -480,7 +512,7 @@ def _top(of: Sums, rows: np.ndarray, by: np.ndarray, name: str) -> tuple[Mapping
     best = [k for k in np.argsort(-by, kind="stable")[:3] if by[k] > 0]
     return tuple(
         {
-            "seq": str(of.ids[rows[k]]),
+            "seq": of.ids[int(rows[k])].as_py(),
             "tok": int(of.max_at[rows[k]]) if of.max_at[rows[k]] >= 0 else None,
             name: float(by[k]),
         }

@@ -34,7 +34,7 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "a": ("a_logprob",),
     "b": ("b_logprob",),
     "flips": ("flips",),
-    "position": ("state",),
+    "position": (),
     "equal": ("a_logprob", "b_logprob", "delta"),
 }
 TEXTS = ("state",)
@@ -82,7 +82,7 @@ def scan(
     with lock:
         before = len(report.problems)
         total = sum(_batches(report, file) for file in report.files("tokens"))
-        batches = report.batches("tokens", ["a", *names])
+        batches = report.batches("tokens", ["a", "n", *names])
     for done in range(1, total + 1):
         with lock:
             found = next(batches, None)
@@ -132,11 +132,11 @@ def _batches(report: Report, file: str) -> int:
 
 
 def _schema(report: Report) -> pa.Schema:
-    return pa.schema([report.schemas["tokens"].field(name) for name in ("a", *_ROW)])
+    return pa.schema([report.schemas["tokens"].field(name) for name in ("a", "n", *_ROW)])
 
 
 def _columns_of(name: str) -> tuple[str, ...]:
-    return NUMBERS.get(name, ("state",))
+    return NUMBERS.get(name, (name,))
 
 
 def _fields(column: Callable[[str], Any]) -> predicate.Fields:
@@ -152,8 +152,7 @@ class _Tokens:
 
     def __init__(self, batch: pa.RecordBatch) -> None:
         self._batch = batch
-        first = next(column for column in batch.columns if pa.types.is_list(column.type))
-        self._sizes = first.value_lengths().fill_null(0).to_numpy()
+        self._sizes = np.maximum(batch.column("n").to_numpy(), 0).astype(np.int64)
         self._ends = np.cumsum(self._sizes)
         self._made: dict[str, Any] = {}
 
@@ -161,10 +160,15 @@ class _Tokens:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def _flat(self, name: str) -> pa.Array:
-        values = self._batch.column(name).flatten()
-        if len(values) != len(self):
+        column = self._batch.column(name)
+        there = np.asarray(column.is_valid())
+        sizes = column.value_lengths().fill_null(0).to_numpy()
+        if (sizes != np.where(there, self._sizes, 0)).any():
             raise SchemaError(f"tokens.{name} does not have a value for each position")
-        return values
+        if there.all():
+            return column.flatten()
+        known = np.repeat(there, self._sizes)
+        return column.flatten().take(pa.array(np.cumsum(known) - 1, mask=~known))
 
     def _floats(self, name: str) -> np.ndarray:
         values = self._flat(name).cast(pa.float64())

@@ -18,7 +18,7 @@ from rolltape.viewer.answers import unknown
 from rolltape.viewer.arrays import encode
 from rolltape.viewer.columns import COMPARED, NON_FINITE, NOT_DIFFED, NOT_SCORED, STATES
 from rolltape.viewer.library import Pair
-from rolltape.viewer.paired import replay_of
+from rolltape.viewer.paired import conditions
 
 SHOWN = ("a", "b", "diff")
 
@@ -98,7 +98,8 @@ def load_sides(one: Pair, other: Pair, name: str) -> Sides:
     pairs = ([v.fill(0).astype(np.float64) for v in side] for side in (logprobs, deltas))
     (x, y), (rounded_x, rounded_y) = pairs
     known = logprobs[0].valid & logprobs[1].valid
-    exact = np.where(both, np.where(known, x - y, rounded_x - rounded_y), 0)
+    with np.errstate(invalid="ignore"):  # infinities, which are not compared
+        exact = np.where(both, np.where(known, x - y, rounded_x - rounded_y), 0)
     bits = [np.ascontiguousarray(v.fill(0), np.float32).view(np.uint32) for v in logprobs]
     return Sides(
         n=n,
@@ -181,7 +182,7 @@ def _report(pair: Pair) -> Report:
 
 
 def _side(pair: Pair) -> dict[str, Any]:
-    report, replay = _report(pair), replay_of(pair)
+    report, replay = _report(pair), conditions(pair)
     names = ("column", "verdict", "mean_abs", "k3", "tokens_compared")
     return {
         "rep": report.uuid,
@@ -204,7 +205,7 @@ def _settings(one: Pair, other: Pair) -> dict[str, Any]:
 
 
 def _conditions(pair: Pair) -> dict[str, str]:
-    replay = replay_of(pair)
+    replay = conditions(pair)
     if replay is not None:
         beside = {"layout", "tokens_per_batch"}
         switches = {k if k in beside else f"switch {k}": v for k, v in replay.switches.items()}

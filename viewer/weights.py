@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +32,9 @@ _CODES = ("RT405", "RT406")
 
 Row = dict[str, Any]
 
+_ALARMS: WeakKeyDictionary[Pair, list[Row]] = WeakKeyDictionary()
+_REST: WeakKeyDictionary[Pair, Row] = WeakKeyDictionary()
+
 
 def weights(pair: Pair, tape: Tape, version: int | None) -> Row:
     """Answer of `runs/{run}/weights`, see docs/viewer.md.
@@ -40,16 +44,22 @@ def weights(pair: Pair, tape: Tape, version: int | None) -> Row:
         tape: its tape A.
         version: the digests of some versions up to this one are given; None is the last one.
     """
-    used = used_versions(tape)
     shown = window(tape, version)
+    if pair not in _REST:
+        _REST[pair] = _rest(pair, tape)
+    against = against_b(pair, shown["versions"])
+    return {**_REST[pair], "digests": shown, "against_b": against}
+
+
+def _rest(pair: Pair, tape: Tape) -> Row:
+    """What is the same whatever version is looked at."""
+    used = used_versions(tape)
     return {
         "recorded": complete(tape).num_rows > 0 or bool(weight_states(tape)),
         "engines": _engines(tape, used),
         "states": _states(tape)[:_MOST],
         "states_total": len(weight_states(tape)),
         "updates": _updates(tape),
-        "digests": shown,
-        "against_b": against_b(pair, shown["versions"]),
         "straddling": straddling(tape),
         "staleness": staleness(pair, tape),
         "alarms": alarms(pair),
@@ -155,13 +165,15 @@ def alarms(pair: Pair) -> list[Row]:
     tape = pair.tape
     if tape is None:
         return []
-    used = used_versions(tape)
-    return [
-        *_mismatches(pair, used),
-        *_unlike_engines(tape, used),
-        *_dirty(tape),
-        *_findings(tape),
-    ]
+    if pair not in _ALARMS:
+        used = used_versions(tape)
+        _ALARMS[pair] = [
+            *_mismatches(pair, used),
+            *_unlike_engines(tape, used),
+            *_dirty(tape),
+            *_findings(tape),
+        ]
+    return _ALARMS[pair]
 
 
 def _notice(level: str, title: str, text: str) -> Row:

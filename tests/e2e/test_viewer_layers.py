@@ -202,6 +202,15 @@ def test_no_layers_of_this_sequence(tab: Tab, scene: Scene) -> None:
     shoot(page, "state-no-layers")
 
 
+def test_a_report_whose_tapes_are_not_open(scene: Scene, serve: Serve, tab_of: Tabs) -> None:
+    tab = tab_of(serve(scene.report))
+    page = layers(tab, scene, "0-0.1", "?tok=71")
+    expect(page.locator("#front-line")).to_contain_text(SITE)
+    expect(page.locator("#lacking")).to_contain_text("not both tapes are open")
+    page = routing(tab, scene, "0-0.1")
+    expect(page.locator(".notice")).to_contain_text("The tape is not open")
+
+
 def test_a_position_outside_the_sequence_is_said(tab: Tab, scene: Scene) -> None:
     page = layers(tab, scene, "0-0.1", "?tok=99999")
     expect(page.locator(".notice.warn")).to_contain_text("There is no position 99,999")
@@ -268,7 +277,7 @@ def test_a_long_sequence_comes_in_windows(tab: Tab, scene: Scene) -> None:
     expect(page.locator("#routing-layer")).to_contain_text("Margins of layer 4")
 
 
-def test_a_dense_model(
+def test_no_routes_were_recorded(
     tmp_path: Path, serve: Serve, tab_of: Tabs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(viewer_data, "_write_routes", lambda *_, **__: None)

@@ -236,6 +236,17 @@ def test_many_steps_are_bins_until_one_comes_close(
     expect(page.locator("#panel")).to_contain_text("No rows of this step were recorded")
 
 
+def test_a_link_to_a_step_alone_comes_close_to_it(
+    tmp_path: Path, serve: Serve, tab_of: Tabs
+) -> None:
+    tab = tab_of(serve(build_dense(tmp_path, steps=30_000)))
+    page = timeline(tab, f"?step=150&lane={TWO}")
+    expect(page.locator("#readout")).to_have_text("step 150, prefill, 23 rows, eager, 10 ms")
+    expect(page.locator("#panel h2")).to_contain_text("Step 150")
+    expect(page.locator("#window-note")).not_to_contain_text("bins")
+    assert tab.param("t0") is not None
+
+
 def test_a_link_outside_the_recording_shows_what_there_is(scheduled: Served, tab_of: Tabs) -> None:
     page = timeline(tab_of(scheduled), "?t0=5&t1=9")
     expect(page.locator(".notice.warn")).to_contain_text("outside the recording")

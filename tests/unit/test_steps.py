@@ -117,7 +117,7 @@ def test_only_batches_that_may_hold_a_step_are_read(tape: Tape) -> None:
     try:
         assert len(tape.step_rows(ENGINES[0], 10)) == SEQUENCES
     finally:
-        del tape.shard  # type: ignore[method-assign]
+        del tape.shard
     assert len(read) == 2, "one batch of each writer"
 
 

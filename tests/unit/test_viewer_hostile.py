@@ -30,15 +30,13 @@ SECRET = "hunter2-in-a-file-next-to-the-tape"
 #: Served beside what is described.
 APART = {"/", "/static/{name:path}", "/api/openapi.json"}
 
-PATHS = ("..", "../../../etc/passwd", "..%2f..%2fsecret.txt", "/etc/passwd", "../secret.txt")
+PATHS = ("../../../etc/passwd", "..%2f..%2fsecret.txt", "/etc/passwd", "../secret.txt")
 
 HOSTILE = (
-    *(*PATHS, "file:///etc/passwd"),
-    *(MARKUP, "'; drop table runs; --", "${7*7}", "{{7*7}}", "%00", "a\0b", "\r\nset-cookie: x=1"),
-    *("nan", "inf", "-inf", "1e999", "-1", "0", "1", "1e308", str(2**31), str(2**63), str(10**400)),
-    *("", " ", "\u202e", "\U0001f600", "\ufffd", "x" * 300, "x" * 20_000, "(" * 2000, "a" * 100),
-    *("max_abs >", "not not not", "((delta > 1)", "delta > 1 " + "and delta > 1 " * 500, "*", "[!"),
-    *("null", "true", "WyJ4Il0", DEEP[:9000]),
+    *(*PATHS, "..", "file:///etc/passwd", MARKUP, "{{7*7}}", "%00", "a\0b", "\r\nset-cookie: x=1"),
+    *("nan", "-inf", "1e999", "-1", "0", str(2**31), str(2**63), "1" + "0" * 400),
+    *("", "\u202e\U0001f600\ufffd", "x" * 300, "x" * 20_000, "(" * 2000, "max_abs >", "*", "[!"),
+    *("delta > 1 " + "and delta > 1 " * 500, "not not not", DEEP[:9000]),
 )
 
 
@@ -85,7 +83,7 @@ class Site:
             "b": reports[-1],
             "rep": reports[0],
             "q": "max_abs>0.1",
-            "where": "abs(delta) > 0.1",
+            "where": "delta > 0.1",
         }
 
     def get(self, path: str, **changed: str) -> Any:
@@ -127,7 +125,8 @@ def fault(answer: Any, what: object) -> str:
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text, parse_constant=int)  # NaN and its like are none
+        for line in text.splitlines() if "\n" in text else [text]:
+            json.loads(line, parse_constant=int)  # NaN and its like are none
     except ValueError:
         return False
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -14,7 +13,13 @@ from rolltape.viewer.endpoints.parameters import MAX_INT
 from tests.e2e.viewer_client import Api
 from tests.e2e.viewer_data import Scene, build
 
-EXAMPLES = 25
+FEW = settings(
+    max_examples=25,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,7 @@ def test_a_number_beyond_its_limit_is_refused(description: dict[str, Any], api: 
                 continue
             seen += 1
             assert {"minimum", "maximum"} <= set(limits[0]), (path, parameter["name"])
-            for value in (MAX_INT + 1, -MAX_INT - 1, 10**400, 10**5000):
+            for value in (str(MAX_INT + 1), str(-MAX_INT - 1), "1" + "0" * 400, "9" * 5000):
                 where = filled(path, {"run": api.run, parameter["name"]: value})
                 params = {} if parameter["in"] == "path" else {parameter["name"]: value}
                 answer = api.raw(where, **params)
@@ -107,12 +112,13 @@ def test_answers_to_whatever_the_description_allows(
         "schemathesis", reason="schemathesis, of the dev extra, is not installed"
     )
     from schemathesis import checks
+    from schemathesis.specs.openapi import checks as conformance
 
-    known: list[Any] = [
+    known = [
         checks.not_a_server_error,
-        _check(schemathesis, "status_code_conformance"),
-        _check(schemathesis, "content_type_conformance"),
-        _check(schemathesis, "response_schema_conformance"),
+        conformance.status_code_conformance,
+        conformance.content_type_conformance,
+        conformance.response_schema_conformance,
     ]
     schema = schemathesis.openapi.from_dict(description)
     names = [scene.id(name) for name in scene.cases]
@@ -120,43 +126,25 @@ def test_answers_to_whatever_the_description_allows(
     engine = scene.cases["0-0.0"].key_a.engine
     tried = 0
     statuses: dict[str, set[int]] = {}
+
+    def ask(case: Any) -> None:
+        nonlocal tried
+        tried += 1
+        if tried % 5:  # most of the time there is something at that address
+            there = {"run": api.run, "seq": names[tried % len(names)], "engine": engine}
+            there |= dict.fromkeys(("rep", "a", "b"), reports[0])
+            for part in (case.path_parameters, case.query):
+                part.update({k: there[k] for k in part or () if k in there})
+        request = case.as_transport_kwargs(base_url="http://127.0.0.1")
+        answer = api.client.request(request["method"], request["url"], params=request["params"])
+        statuses.setdefault(case.operation.path, set()).add(answer.status_code)
+        case.validate_response(answer, checks=known)
+
     for result in schema.get_all_operations():
-        operation = result.ok()
-        turns = itertools.count()
-
-        @settings(
-            max_examples=EXAMPLES,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(case=operation.as_strategy())
-        def answers(case: Any, turns: Any = turns) -> None:
-            nonlocal tried
-            turn, tried = next(turns), tried + 1
-            if turn % 5:  # most of the time there is something at that address
-                there = {"run": api.run, "seq": names[turn % len(names)], "engine": engine}
-                path = case.path_parameters or {}
-                case.path_parameters = path | {k: v for k, v in there.items() if k in path}
-                query = case.query or {}
-                ours = {k: reports[0] for k in ("rep", "a", "b") if k in query}
-                case.query = query | ours
-            request = case.as_transport_kwargs(base_url="http://127.0.0.1")
-            answer = api.client.request(
-                request["method"], request["url"], params=request.get("params")
-            )
-            statuses.setdefault(operation.path, set()).add(answer.status_code)
-            case.validate_response(answer, checks=known)
-
-        answers()
+        FEW(given(result.ok().as_strategy())(ask))()
     assert tried > 5 * len(description["paths"])
     reached = [path for path, seen in statuses.items() if 200 in seen]
     assert len(reached) > len(statuses) / 2, statuses
-
-
-def _check(schemathesis: Any, name: str) -> Any:
-    return schemathesis.checks.CHECKS.get_one(name)
 
 
 def test_the_description_of_a_mounted_app_is_served(scene: Scene) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rolltape.store import TapeWriter
 from rolltape.store.codecs import encode_floats
 from rolltape.store.routes import Routes
-from rolltape.viewer.routing import EDGES, STATES, align, compare, margin_histogram
+from rolltape.viewer.agreement import EDGES, STATES, align, compare, margin_histogram
 from tests.e2e import viewer_data
 from tests.e2e.viewer_client import Api, Json, decode
 from tests.e2e.viewer_data import EXPERTS, LAYERS, Case, K, Scene, build, make_cases

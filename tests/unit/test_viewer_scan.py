@@ -115,12 +115,6 @@ def test_the_lock_is_free_between_two_batches_and_a_scan_can_be_left(small: Scen
     assert report is not None
     held: list[bool] = []
 
-    @contextlib.contextmanager
-    def lock() -> Any:
-        held.append(True)
-        yield
-        held.pop()
-
     class Lock(contextlib.AbstractContextManager[None]):
         def __enter__(self) -> None:
             held.append(True)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import uvicorn
@@ -56,20 +56,48 @@ def test_the_app_can_be_mounted_under_a_prefix(scene: Scene) -> None:
     assert client.get("/tapes/static/js/main.js").status_code == 200
 
 
-def test_every_module_that_is_imported_is_there_and_small() -> None:
-    files = assets()
-    for name, (content, _) in files.items():
-        for other in re.findall(r"from '\./([^']+)'", content.decode()):
+def imports(name: str, files: Mapping[str, bytes], found: set[str]) -> set[str]:
+    """A module and all that are fetched with it."""
+    if name not in found:
+        found.add(name)
+        for other in re.findall(r"from '\./([^']+)'", files[name].decode()):
             assert f"js/{other}" in files, f"{name} imports {other}"
-    assert sum(len(gzip.compress(content)) for content, _ in files.values()) < 60_000
+            imports(f"js/{other}", files, found)
+    return found
+
+
+def test_every_module_that_is_imported_is_there_and_every_screen_is_small() -> None:
+    files = {name: asset.content for name, asset in assets().items()}
+    screens = re.findall(r"import\('\./([^']+)'\)", files["js/main.js"].decode())
+    assert len(screens) >= 11
+    with_all = {name for name in files if not name.endswith(".js")}
+    for screen in screens:
+        fetched = with_all | imports("js/main.js", files, set())
+        fetched |= imports(f"js/{screen}", files, set())
+        assert sum(len(gzip.compress(files[name])) for name in fetched) < 60_000, screen
+
+
+def test_files_are_sent_compressed_to_who_can_read_that(api: Api) -> None:
+    client = api.client
+    plain = client.get("/static/style.css", headers={"accept-encoding": "identity"})
+    packed = client.get("/static/style.css", headers={"accept-encoding": "br, gzip;q=0.8"})
+    assert "content-encoding" not in plain.headers
+    assert packed.headers["content-encoding"] == "gzip"
+    assert int(packed.headers["content-length"]) < len(plain.content) / 2
+    assert packed.content == plain.content  # the client has unpacked it
+    assert packed.headers["vary"] == plain.headers["vary"] == "accept-encoding"
+    again = {"if-none-match": packed.headers["etag"], "accept-encoding": "gzip"}
+    assert client.get("/static/style.css", headers=again).status_code == 304
+    refused = client.get("/static/style.css", headers={"accept-encoding": "gzip;q=0"})
+    assert "content-encoding" not in refused.headers
 
 
 def test_text_never_becomes_markup() -> None:
-    for name, (content, _) in assets().items():
+    for name, asset in assets().items():
         if name.endswith(".js"):
             found = re.findall(
                 r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|eval\(|new Function",
-                content.decode(),
+                asset.content.decode(),
             )
             assert not found, f"{name}: {found}"
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolltape.store import create_tape, seal
+from rolltape.store import TapeWriter, create_tape, seal
 from tests.e2e.schedule_data import MS, ONE, START, STARTS, TWO, Schedule, build, build_dense
 from tests.e2e.viewer_client import Api, Json
 
@@ -209,8 +209,6 @@ def test_kinds_of_rows_are_left_out_where_they_are_too_many(
 
 
 def test_many_events_are_put_together(tmp_path: Path) -> None:
-    from rolltape.store import TapeWriter
-
     path = create_tape(tmp_path / "t", role="rollout")
     with TapeWriter(path) as writer:
         writer.append("steps", {"engine": [ONE] * 2, "step": [0, 1], "t_ns": [0, 10**9]})
@@ -256,6 +254,34 @@ def test_a_tape_without_steps_says_whether_it_has_rows(tmp_path: Path, schedule:
     trainer = Api(schedule.b)
     assert trainer.get(trainer.at("timeline"))["forwards"] is True
     assert trainer.get(trainer.at("tactics"))["total"] == 4
+
+
+def test_a_tape_that_is_still_written_shows_what_reached_the_disk(tmp_path: Path) -> None:
+    path = create_tape(tmp_path / "t", role="rollout")
+    with TapeWriter(path) as writer:
+        writer.append("steps", {"engine": ONE, "step": [0, 1], "t_ns": [10, 30], "rows": [1, 2]})
+        writer.flush()
+        api = Api(path)
+        data = api.get(api.at("timeline"))
+        assert [(s["step"], s["duration"], s["kind"]) for s in spans(data)] == [
+            (0, 20, "unknown"),
+            (1, None, "unknown"),
+        ]
+
+
+def test_a_damaged_shard_is_named_and_the_other_engine_is_shown(tmp_path: Path) -> None:
+    path = create_tape(tmp_path / "t", role="rollout")
+    for engine in (ONE, TWO):
+        with TapeWriter(path) as writer:
+            writer.append("steps", {"engine": engine, "step": [0, 1], "t_ns": [10, 30]})
+        shard = next((path / "steps").glob(f"{writer.id}*"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    shard.write_bytes(data)
+    api = Api(path)
+    answer = api.get(api.at("timeline"))
+    assert [e["id"] for e in answer["engines"]] == [ONE]
+    assert shard.name in answer["problems"][0]
 
 
 def test_a_report_alone_has_no_schedule(schedule: Schedule) -> None:
@@ -372,8 +398,6 @@ def test_csv_has_every_step_of_the_window(api: Api) -> None:
 
 
 def test_csv_gives_a_spreadsheet_no_formula(tmp_path: Path) -> None:
-    from rolltape.store import TapeWriter
-
     path = create_tape(tmp_path / "t", role="rollout")
     with TapeWriter(path) as writer:
         writer.append("steps", {"engine": ONE, "step": 0, "t_ns": 1, "graph": "=1+1"})

@@ -14,6 +14,7 @@ from rolltape.viewer.endpoints.parameters import ReportId, checked
 from rolltape.viewer.library import Pair
 from rolltape.viewer.notices import notices
 from rolltape.viewer.overview import run_summary
+from rolltape.viewer.paired import MOST
 from rolltape.viewer.views import Views
 
 _KEPT = 4
@@ -23,13 +24,15 @@ def router(views: Views) -> APIRouter:
     """`runs/{run}/causes` and `runs/{run}/seqs/{seq}/causes`."""
     api = APIRouter(prefix="/runs/{run}")
     lock = views.library.lock
-    kept: OrderedDict[tuple[Pair, ...], Board] = OrderedDict()
+    kept: OrderedDict[tuple[object, ...], Board] = OrderedDict()
 
     def board(pair: Pair) -> Board:
-        every = [views.library.pair(pair.run.id, r.uuid) for r in pair.run.reports]
-        key = (pair, *every)  # another look at a tape makes other pairs
+        reports = [r.uuid for r in pair.run.reports]
+        shown = pair.report.uuid if pair.report is not None else None
+        key = (pair.run.id, shown, *reports, views.library.generation)
         if key not in kept:
-            kept[key] = Board(pair, every)
+            others = (views.library.pair(pair.run.id, uuid) for uuid in reports[-MOST:])
+            kept[key] = Board(pair, others)
             while len(kept) > _KEPT:
                 kept.popitem(last=False)
         kept.move_to_end(key)
@@ -48,7 +51,7 @@ def router(views: Views) -> APIRouter:
     def of_sequence(request: Request, run: str, seq: str, rep: ReportId = None) -> Response:
         with lock:
             pair = views.pair(run, rep)
-            found = board(pair).of_sequence(checked("seq", seq))
+            found = board(pair).of_sequence(pair, checked("seq", seq))
             return json_answer(request, found | around(pair))
 
     return api

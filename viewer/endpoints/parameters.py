@@ -13,12 +13,15 @@ from rolltape.viewer.answers import bad_parameter
 #: Which report; without it, the newest.
 ReportId = Annotated[str | None, Query(alias="rep", max_length=256)]
 
+
+def media(*types: str) -> dict[int | str, dict[str, Any]]:
+    """What an endpoint that does not only answer JSON says of itself: `responses=media(...)`."""
+    schemas = {t: {"type": "object" if t == "application/json" else "string"} for t in types}
+    return {200: {"content": {t: {"schema": schema} for t, schema in schemas.items()}}}
+
+
 #: Of an endpoint that answers named arrays, see `rolltape.viewer.arrays`.
-ARRAYS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "content": {"application/x-safetensors": {"schema": {"type": "string", "format": "binary"}}}
-    }
-}
+ARRAYS = media("application/x-safetensors")
 
 #: Numbers in an address are at most this large, so that they fit the columns they are compared to.
 MAX_INT = (1 << 62) - 1

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response, StreamingResponse
 
 from rolltape.viewer.answers import Problem, bad_parameter
-from rolltape.viewer.endpoints.parameters import ReportId
+from rolltape.viewer.endpoints.parameters import ReportId, media
 from rolltape.viewer.scan import MAX_ROWS, ROWS, read_condition, scan
 from rolltape.viewer.views import Views
 
@@ -16,7 +16,7 @@ def router(views: Views) -> APIRouter:
     api = APIRouter()
     lock = views.library.lock
 
-    @api.get("/runs/{run}/scan")
+    @api.get("/runs/{run}/scan", responses=media("application/x-ndjson"))
     def tokens(run: str, where: str, rep: ReportId = None, limit: int = ROWS) -> Response:
         if not 1 <= limit <= MAX_ROWS:
             raise bad_parameter("limit", f"1 to {MAX_ROWS}")

@@ -10,8 +10,9 @@ from fastapi.responses import Response
 from rolltape.viewer.answers import Problem, bad_parameter, json_answer
 from rolltape.viewer.columns import MAX_WINDOW, window
 from rolltape.viewer.detail import token_detail
-from rolltape.viewer.endpoints.parameters import ARRAYS, ReportId, checked
+from rolltape.viewer.endpoints.parameters import ARRAYS, ReportId, checked, media
 from rolltape.viewer.library import Pair
+from rolltape.viewer.listing import LIMIT, MAX_TABLE
 from rolltape.viewer.views import Views
 
 _TYPES = {"arrow": "application/vnd.apache.arrow.stream", "csv": "text/csv"}
@@ -22,21 +23,22 @@ def router(views: Views) -> APIRouter:
     api = APIRouter(prefix="/runs/{run}/seqs")
     lock = views.library.lock
 
-    @api.get("")
+    @api.get("", responses=media("application/json", *_TYPES.values()))
     def seqs(
         request: Request,
         run: str,
         rep: ReportId = None,
         sort: str | None = None,
         q: str | None = None,
-        limit: int = 100,
+        limit: int | None = None,
         after: str | None = None,
         facets: str | None = None,
         to: Annotated[Literal["json", "arrow", "csv"], Query(alias="format")] = "json",
     ) -> Response:
         with lock:
             pair = views.pair(run, rep)
-            cut: dict[str, Any] = {"sort": sort, "query": q, "limit": limit, "after": after}
+            most = limit if limit is not None else LIMIT if to == "json" else MAX_TABLE
+            cut: dict[str, Any] = {"sort": sort, "query": q, "limit": most, "after": after}
             if to == "json":
                 return views.answer(request, pair, lambda: views.page(pair, facets=facets, **cut))
             return views.answer_bytes(

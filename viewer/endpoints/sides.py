@@ -27,11 +27,11 @@ def router(views: Views) -> APIRouter:
     """`runs/{run}/seqs/{seq}/sides` and what is under it."""
     api = APIRouter(prefix="/runs/{run}/seqs/{seq}/sides")
     lock = views.library.lock
-    kept: OrderedDict[tuple[Pair, Pair, str], Sides] = OrderedDict()
+    kept: OrderedDict[tuple[object, ...], Sides] = OrderedDict()
 
     def both(run: str, a: str, b: str, seq: str) -> tuple[Pair, Pair, Sides]:
         one, other = views.pair(run, checked("a", a)), views.pair(run, checked("b", b))
-        key = (one, other, checked("seq", seq))
+        key = (run, a, b, checked("seq", seq), views.library.generation)
         if key not in kept:
             kept[key] = load_sides(one, other, seq)
             while len(kept) > _KEPT:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import Response
 
 from rolltape.store.sequences import Tape
 from rolltape.viewer.answers import Problem, bad_parameter, unknown
-from rolltape.viewer.endpoints.parameters import ReportId
+from rolltape.viewer.endpoints.parameters import ReportId, media
 from rolltape.viewer.library import Pair
 from rolltape.viewer.rows import step_detail
 from rolltape.viewer.tactics import tactics
@@ -21,9 +21,7 @@ StepNumber = Annotated[int, Path(ge=0, le=(1 << 62))]
 #: A time, ns since the epoch, or a number of a step.
 Time = Annotated[int | None, Query(ge=0, le=(1 << 62))]
 
-_EXPORTS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/json": {"schema": {}}, "text/csv": {"schema": {}}}}
-}
+_EXPORTS = media("application/json", "text/csv")
 
 
 def router(views: Views) -> APIRouter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -30,10 +31,12 @@ def router(views: Views) -> APIRouter:
                 hint = "the tape of this report is not open; start the viewer with it as well"
                 raise unknown("tape", pair.run.name, hint)
             tape = pair.tape
-            return views.answer(
-                request,
-                pair,
-                lambda: weights(pair, tape, version) | {"problems": pair.problems},
-            )
+
+            def found() -> tuple[bytes, dict[str, str]]:
+                answer = weights(pair, tape, version) | {"problems": pair.problems}
+                # Python's own integers and texts alone: nothing to convert, and there are many
+                return json.dumps(answer, allow_nan=False, separators=(",", ":")).encode(), {}
+
+            return views.answer_bytes(request, pair, found, "application/json")
 
     return api

@@ -283,3 +283,10 @@ function tile(kind, ink, ratio) {
   }
   return canvas;
 }
+
+/** [r, g, b] of a colour of the sheet, which has them as #rgb or #rrggbb. */
+export function rgb(name) {
+  const text = colour(name).replace('#', '');
+  const long = text.length === 3 ? [...text].map((c) => c + c).join('') : text;
+  return [0, 2, 4].map((i) => parseInt(long.slice(i, i + 2), 16));
+}

@@ -60,6 +60,13 @@ export const HELP = [
     ['j / k, . / ,', 'next, previous version'],
     ['g g / G', 'first, last version'],
   ]],
+  ['Side by side', [
+    ['x', 'blink between A and B'],
+    ['d', 'first difference'],
+    ['n / N, p', 'next, previous token over the scale'],
+    ['\u2212 / =', 'finer, coarser scale'],
+    ['j / k, [ / ]', 'token, window'],
+  ]],
 ];
 
 const OFF = 'rolltape.keys';

@@ -4,7 +4,7 @@ import { getArrays, getJson, runPath, scope } from './api.js';
 import { css, sequential } from './colour.js';
 import { h, num, put } from './dom.js';
 import { NONE as DASH, count, plural, short } from './format.js';
-import { makeGrid } from './heat_grid.js';
+import { makeGrid, rgb } from './heat_grid.js';
 import {
   METRICS, NONE, THRESHOLDS, amountValue, binAt, binFront, clipped, nextChange, palette, pan, patternsOf,
   rowOfSite, rowOfText, rowsOf, textOfRow, zoom,
@@ -12,7 +12,7 @@ import {
 import { notice } from './notices.js';
 import { current, go, integer, link, replace } from './route.js';
 import { say, whisper } from './shell.js';
-import { colour, onTheme, theme } from './theme.js';
+import { onTheme, theme } from './theme.js';
 import { makeTexts } from './texts.js';
 
 const STATE_WORDS = { missing: 'not recorded, or not compared', equal: 'bitwise equal', not_measured: 'not known from sketches', not_finite: 'not finite' };
@@ -413,7 +413,8 @@ function cellWords(tile, metric, row, bin) {
 function floorWords(info, thr) {
   const { floor } = info.report;
   if (thr === 'floor') return `Measured on ${count(floor.positions)} positions of ${plural(floor.sequences, 'sequence')} (${(floor.executions || []).join('; ')}); a site that was not measured has no noise.`;
-  if (floor) return '';
+  if (info.report.by_site) return '';
+  if (floor) return 'The report was judged by a noise floor and does not say its thresholds, so this one is a choice; write the report anew for them.';
   return 'No noise floor was measured, so the threshold is a choice; rolltape diff --floor FILE judges by a measured one.';
 }
 
@@ -436,10 +437,4 @@ function select(id, options, chosen, change) {
 
 function range([from, to]) {
   return { from, to };
-}
-
-function rgb(name) {
-  const text = colour(name).replace('#', '');
-  const long = text.length === 3 ? [...text].map((c) => c + c).join('') : text;
-  return [0, 2, 4].map((i) => parseInt(long.slice(i, i + 2), 16));
 }

@@ -164,7 +164,8 @@ function reopen() {
 }
 
 async function starHere() {
-  (await import('./basket.js')).starHere(current(), runs);
+  const here = current(); // as it was when the key was pressed
+  (await import('./basket.js')).starHere(here, runs);
 }
 
 async function palette() {

@@ -22,6 +22,7 @@ export function notice(item) {
       ),
     ),
     (item.links || []).map(({ text, run, rep }) => h('p', {}, h('a', { href: link(current(), { screen: 'overview', run, seq: null, params: { rep } }) }, text))),
+    item.screen ? h('p', {}, h('a', { href: link(current(), { screen: item.screen, seq: null }) }, `See ${item.screen}`)) : null,
     item.extra || null,
   );
 }

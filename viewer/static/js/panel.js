@@ -67,13 +67,19 @@ function sides({ a, b }, state, info) {
       h('thead', {}, h('tr', {}, h('th', { scope: 'col' }, ''), h('th', { scope: 'col' }, 'A'), b ? h('th', { scope: 'col' }, 'B') : null)),
       h('tbody', {},
         row('weights', (s) => (s.weight_version === null ? NONE : `version ${s.weight_version}`)),
-        row('step', (s) => (s.step ? stepWords(s.step) : 'not recorded')),
+        row('step', (s) => (s.step ? stepLink(s, state) : 'not recorded')),
         row('support', (s) => supportWords(s.support)))),
     settings(a, b),
     a && a.step ? batch('Ran together with, in A', a, (seq) => link(state, { screen: 'seq', seq, params: { tok: null } })) : null,
     b && b.step && b.step.batch_size > 1 && info.b_run
       ? batch('Ran together with, in B', b, (seq) => link(state, { screen: 'seq', run: info.b_run, seq })) : null,
   ];
+}
+
+function stepLink(side, state) {
+  const { step } = side;
+  const run = side.tape === state.run ? {} : { run: side.tape };
+  return h('a', { href: link(state, { screen: 'timeline', seq: null, ...run, params: { step: step.step, lane: step.engine } }), title: 'the step on the timeline' }, stepWords(step));
 }
 
 function stepWords(step) {

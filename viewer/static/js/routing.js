@@ -4,14 +4,14 @@ import { getArrays, getJson, runPath, scope } from './api.js';
 import { bars } from './charts.js';
 import { h, num, put, svg } from './dom.js';
 import { NONE as DASH, count, percent, plural, short } from './format.js';
-import { makeGrid } from './heat_grid.js';
+import { makeGrid, rgb } from './heat_grid.js';
 import { pan, zoom } from './heat_math.js';
 import { notice } from './notices.js';
 import { current, go, integer, link, replace } from './route.js';
 import { FLIP, MOST, STATES, layerRows, marginsOf, nextFlip, squeeze, totals, windowOf } from './routing_math.js';
 import { say, whisper } from './shell.js';
 import { makeTexts } from './texts.js';
-import { colour, onTheme, theme } from './theme.js';
+import { onTheme, theme } from './theme.js';
 
 const HATCHED = Object.fromEntries(STATES.flatMap(([, , kind, ink], i) => (kind ? [[i, [kind, ink]]] : [])));
 
@@ -375,11 +375,5 @@ function loadChart(load, layer) {
 }
 
 function share(value) {
-  return value === null ? DASH : value === 1 ? '1' : value > 0.9999 ? '>0.9999' : short(value);
-}
-
-function rgb(name) {
-  const text = colour(name).replace('#', '');
-  const long = text.length === 3 ? [...text].map((c) => c + c).join('') : text;
-  return [0, 2, 4].map((i) => parseInt(long.slice(i, i + 2), 16));
+  return value === null ? DASH : value < 1 && value > 0.999 ? '>0.999' : short(value);
 }

@@ -1,6 +1,7 @@
 // Sequence page: facts, minimap, token strip, panel of the pinned token.
 
 import { getArrays, getJson, runPath, scope } from './api.js';
+import { starButton } from './basket.js';
 import { byId, h, put } from './dom.js';
 import { NONE, count, percent, short } from './format.js';
 import { legend } from './legend.js';
@@ -96,11 +97,12 @@ class Page {
     this.maskBox = h('input', { type: 'checkbox', id: 'mask', on: { change: () => this.toggleMask() } });
     put(
       main,
-      h('h1', { class: 'mono' }, info.seq.id, neighbours(state, info)),
+      h('h1', { class: 'mono' }, info.seq.id, neighbours(state, info), starButton({ run: state.run, name: info.run.name, seq: state.seq, hash: link(state, { params: { tok: null } }), ...scope(state) })),
       notices(info.notices, { brief: true }),
       info.tokenizer.missing && info.run.open
         ? h('p', { class: 'hint', id: 'no-tokenizer' }, `Tokens are shown as ids: ${info.tokenizer.missing}.`) : null,
       facts(state, info),
+      this.causes(state),
       this.outside,
       info.n ? h('div', { class: 'work' },
         h('div', { class: 'left' },
@@ -114,6 +116,16 @@ class Page {
           this.legend, this.strip),
         this.panel) : notice({ level: 'info', title: 'An empty sequence', text: 'It was opened and no token was recorded. Aborted requests are kept like this.' }),
     );
+  }
+
+  /** Fetched when it is opened: most looks at a sequence are about its tokens. */
+  causes(state) {
+    const box = h('details', { id: 'causes' }, h('summary', {}, 'Causes, as far as they were tested'));
+    box.addEventListener('toggle', async () => {
+      const { causesPanel } = await import('./causes.js');
+      box.append(await causesPanel({ state, signal: this.signal }));
+    }, { once: true });
+    return box;
   }
 
   /** Another address of the same page: change what differs. */

@@ -84,14 +84,14 @@ async function write(before) {
     return;
   }
   let answer = await put();
-  if (answer.status === 409) {
+  const merged = answer.status === 409;
+  if (merged) {
     // somebody else wrote: what this page added or removed is done again on what is there now
     const mine = items;
     await read();
     const gone = new Set(before.map(idOf).filter((id) => !mine.some((item) => idOf(item) === id)));
     items = merge(mine, items.filter((item) => !gone.has(idOf(item))));
     tell();
-    say(`${file} was changed by somebody else; both are merged`);
     answer = await put();
   }
   if (!answer.ok) {
@@ -102,6 +102,7 @@ async function write(before) {
     throw new ApiError(answer.status, problem);
   }
   tag = answer.headers.get('etag');
+  if (merged) say(`${file} was changed by somebody else; both are merged`);
 }
 
 function put() {

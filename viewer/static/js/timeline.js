@@ -3,19 +3,16 @@
 import { getJson, runPath, scope } from './api.js';
 import { h, num, put } from './dom.js';
 import { NONE, count, plural } from './format.js';
-import { KINDS, MARKS, clamp, describe, describeBin, engineName, hit, ns, pan, place, spanAt, tickText, ticks, toAbsolute, toOffset, zoom } from './lanes.js';
+import { LEFT, MARK_LETTERS, Picture, TOP } from './lanepaint.js';
+import { MARKS, clamp, describe, describeBin, hit, ns, pan, spanAt, toAbsolute, toOffset, zoom } from './lanes.js';
 import { notice } from './notices.js';
 import { current, go, integer, link, replace } from './route.js';
 import { say, whisper } from './shell.js';
+import { drawStep, head } from './steppanel.js';
 import { tacticTable } from './tactics.js';
-import { colour, onTheme } from './theme.js';
+import { onTheme } from './theme.js';
 
-const LEFT = 118; // room of the names of the lanes
-const TOP = 46; // axis and marks
-const MAP = 34;
 const MOST = 5000; // spans at a time
-const COLOURS = { prefill: 'tl-prefill', mixed: 'tl-mixed', decode: 'tl-decode', verify: 'tl-verify', recompute: 'tl-recompute', score: 'tl-score', unknown: 'strong' };
-const MARK_LETTERS = { update: 'U', sleep: 'Z', wake: 'W', abort: 'A', preempt: 'E', gap: 'G', hook_error: 'H', finding: 'F' };
 
 export async function open({ state, main, signal }) {
   const path = (...rest) => runPath(state, ...rest);
@@ -25,7 +22,7 @@ export async function open({ state, main, signal }) {
   if (!whole.steps) {
     put(main, h('h1', {}, 'Timeline'), noSteps(whole), page.tactics);
     page.drawTactics();
-    return { update: (next) => page.same(next) };
+    return { update: (next) => page.same(next), close: () => page.close() };
   }
   page.build(main);
   page.ready = page.follow(state);
@@ -54,23 +51,17 @@ function noSteps(data) {
   });
 }
 
-class Page {
+class Page extends Picture {
   constructor(state, whole, path, signal) {
+    super(whole);
     this.base = { run: state.run, rep: state.params.get('rep') };
-    this.whole = whole;
-    this.data = whole;
     this.path = path;
     this.signal = signal;
-    this.view = [0, whole.extent];
-    this.at = null; // the span or bin under the cursor
-    this.layout = place(whole.lanes);
     this.least = whole.axis === 'time' ? 1000 : 1;
     this.detail = new AbortController();
     this.loading = new AbortController();
     this.tactics = h('section', { class: 'card' });
     this.keys = whole.steps ? this.makeKeys() : {};
-    this.swatches = [];
-    this.lines = new Map(this.layout.rows.map((row) => [row.lane, row]));
     this.unthemed = onTheme(() => {
       this.draw();
       this.swatches.forEach((paint) => paint());
@@ -419,206 +410,6 @@ class Page {
 
   // ---- drawing ------------------------------------------------------------------------------
 
-  pen(canvas, height) {
-    const ratio = devicePixelRatio || 1;
-    const width = canvas.clientWidth || 600;
-    canvas.style.height = `${height}px`;
-    canvas.width = Math.round(width * ratio);
-    canvas.height = Math.round(height * ratio);
-    const pen = canvas.getContext('2d');
-    pen.scale(ratio, ratio);
-    pen.fillStyle = colour('ground');
-    pen.fillRect(0, 0, width, height);
-    pen.font = '11px system-ui, sans-serif';
-    pen.textBaseline = 'middle';
-    return [pen, width];
-  }
-
-  draw(drag = null) {
-    if (!this.canvas || !this.canvas.isConnected) return;
-    const { data, view, whole } = this;
-    const tints = {};
-    this.tint = (name) => { tints[name] = tints[name] || colour(name); return tints[name]; };
-    const height = TOP + this.layout.height + 4;
-    const [pen, width] = this.pen(this.canvas, height);
-    const x = (t) => LEFT + ((t - view[0]) / (view[1] - view[0])) * (width - LEFT);
-    this.drawAxis(pen, x, width, height);
-    const patterns = makePatterns(pen, this.tint);
-    for (const row of this.layout.rows) {
-      pen.fillStyle = this.tint(row.lane === null ? 'text' : 'dim');
-      const engine = whole.engines.find((e) => e.id === row.engine);
-      if (row.lane === null) {
-        pen.font = '600 11px system-ui, sans-serif';
-        pen.fillText(headline(engine, whole.engines), 0, TOP + row.y + row.h / 2);
-        pen.font = '11px system-ui, sans-serif';
-      } else {
-        const { kind, steps } = whole.lanes[row.lane];
-        pen.fillText(`${KINDS[kind].letter}  ${kind}`, 8, TOP + row.y + row.h / 2);
-        pen.textAlign = 'right';
-        pen.fillText(count(steps), LEFT - 8, TOP + row.y + row.h / 2);
-        pen.textAlign = 'left';
-        pen.fillStyle = this.tint('surface');
-        pen.fillRect(LEFT, TOP + row.y + 1, width - LEFT, row.h - 2);
-      }
-    }
-    pen.save();
-    pen.beginPath();
-    pen.rect(LEFT, 0, width - LEFT, height);
-    pen.clip();
-    if (data.spans) this.drawSpans(pen, x, patterns);
-    else if (data.bins) this.drawBins(pen, x, patterns);
-    this.drawMarks(pen, x, height);
-    if (drag) {
-      pen.globalAlpha = 0.25;
-      pen.fillStyle = this.tint('focus');
-      pen.fillRect(x(drag.from), 0, x(drag.to) - x(drag.from), height);
-      pen.globalAlpha = 1;
-    }
-    pen.restore();
-    this.drawMap();
-    this.drawNote();
-    this.drawReadout();
-  }
-
-  drawAxis(pen, x, width, height) {
-    const { whole, view } = this;
-    const found = ticks(...view, Math.max(2, Math.floor((width - LEFT) / 110)));
-    const step = found.length > 1 ? found[1] - found[0] : view[1] - view[0];
-    for (const t of found) {
-      pen.fillStyle = this.tint('line');
-      pen.fillRect(x(t), 14, 1, height);
-      pen.fillStyle = this.tint('dim');
-      pen.fillText(tickText(t, step, whole.axis, whole.origin), x(t) + 3, 7);
-    }
-    pen.fillStyle = this.tint('dim');
-    pen.fillText(whole.axis === 'time' ? 'time from start' : 'step number', 0, 7);
-    this.drawVersions(pen, x, width);
-  }
-
-  // The versions of the weights as bands; of several engines the first.
-  drawVersions(pen, x, width) {
-    const { versions } = this.data;
-    if (!versions.length) return;
-    pen.fillStyle = this.tint('dim');
-    pen.fillText('weights', 0, 21);
-    const engine = versions[0].engine;
-    versions.filter((v) => v.engine === engine).forEach((v) => {
-      const [a, b] = [Math.max(LEFT, x(v.t)), v.until === null ? width : Math.min(width, x(v.until))];
-      if (b <= LEFT || a >= width) return;
-      pen.fillStyle = this.tint(v.state === 'dirty' ? 'bad' : v.version % 2 ? 'strong' : 'line');
-      pen.fillRect(a, 15, Math.max(1, b - a - 1), 12);
-      if (b - a > 18) {
-        pen.save();
-        pen.beginPath();
-        pen.rect(a, 14, b - a - 1, 14);
-        pen.clip();
-        pen.fillStyle = this.tint(v.state === 'dirty' ? 'ground' : 'text');
-        pen.fillText(v.state === 'dirty' ? 'dirty' : `v${v.version}${v.label ? ` ${v.label}` : ''}`, a + 3, 21);
-        pen.restore();
-      }
-    });
-  }
-
-  drawSpans(pen, x, patterns) {
-    const { spans, lanes, flags } = this.data;
-    const bit = Object.fromEntries(flags.map((name, i) => [name, 1 << i]));
-    const top = Math.max(1, ...spans.rows.map((r) => r || 0));
-    for (const i of this.inView()) {
-      const end = spans.t[i] + (spans.duration[i] || 0);
-      const row = this.lines.get(spans.lane[i]);
-      const { kind } = lanes[spans.lane[i]];
-      const left = x(spans.t[i]);
-      const wide = Math.max(1, x(end) - left - (x(end) - left > 3 ? 1 : 0));
-      const full = row.h - 4;
-      // as high as it has rows, at least a third
-      const tall = spans.rows[i] === null ? full : full * (0.34 + 0.66 * (spans.rows[i] / top));
-      const y = TOP + row.y + 2 + full - tall;
-      pen.fillStyle = this.tint(COLOURS[kind]);
-      pen.fillRect(left, y, wide, tall);
-      if (wide > 6 && patterns[KINDS[kind].pattern]) {
-        pen.fillStyle = patterns[KINDS[kind].pattern];
-        pen.fillRect(left, y, wide, tall);
-      }
-      const own = spans.flags ? Object.keys(MARKS).filter((m) => m !== kind && spans.flags[i] & bit[m]) : [];
-      if (own.length && wide > 9) label(pen, this.tint, own.map((m) => MARKS[m][0]).join(''), left + 2, TOP + row.y + row.h / 2, wide);
-      else if (wide > 26) label(pen, this.tint, `${KINDS[kind].letter} ${spans.rows[i] ?? ''}`, left + 2, TOP + row.y + row.h / 2, wide);
-      if (own.length) {
-        pen.fillStyle = this.tint('flip');
-        pen.fillRect(left, TOP + row.y + 1, Math.max(2, wide), 2);
-      }
-      if (this.at && this.at.span === i) {
-        pen.strokeStyle = this.tint('focus');
-        pen.lineWidth = 2;
-        pen.strokeRect(left - 1, TOP + row.y + 1, Math.max(4, wide + 2), row.h - 2);
-      }
-    }
-  }
-
-  drawBins(pen, x, patterns) {
-    const { bins, lanes, window } = this.data;
-    bins.lanes.forEach((lane, l) => {
-      const row = this.lines.get(l);
-      const { kind } = lanes[l];
-      const pattern = patterns[KINDS[kind].pattern];
-      lane.share.forEach((share, i) => {
-        if (!share && !lane.steps[i]) return;
-        const left = x(bins.edges[i] + window[0]);
-        const wide = Math.max(1, x(bins.edges[i + 1] + window[0]) - left);
-        const tall = Math.max(1, ((row.h - 4) * share) / 1000);
-        pen.fillStyle = this.tint(COLOURS[kind]);
-        pen.fillRect(left, TOP + row.y + row.h - 2 - tall, wide, tall);
-        if (pattern) {
-          pen.fillStyle = pattern;
-          pen.fillRect(left, TOP + row.y + row.h - 2 - tall, wide, tall);
-        }
-      });
-    });
-  }
-
-  drawMarks(pen, x, height) {
-    const bad = ['gap', 'hook_error', 'finding'];
-    const shown = this.data.events.filter((e) => e.t !== null && x(e.t) >= LEFT && x(e.t) <= this.canvas.clientWidth);
-    // a line through the lanes for each of a few; many would hide them
-    const foot = shown.length > 40 ? 13 : height;
-    let last = -99;
-    for (const event of shown) {
-      const at = x(event.t);
-      pen.fillStyle = this.tint(bad.includes(event.kind) ? 'bad' : 'missing');
-      pen.fillRect(at, 30, 1, foot);
-      if (at - last > 11) {
-        pen.fillRect(at - 5, 30, 11, 13);
-        pen.fillStyle = this.tint('ground');
-        pen.textAlign = 'center';
-        pen.fillText(MARK_LETTERS[event.kind] || '?', at + 0.5, 37);
-        pen.textAlign = 'left';
-        last = at;
-      }
-    }
-  }
-
-  drawMap() {
-    const { whole, view } = this;
-    const [pen, width] = this.pen(this.map, MAP);
-    const kinds = Object.keys(whole.map);
-    const bins = kinds.length ? whole.map[kinds[0]].length : 0;
-    const wide = (width - LEFT) / Math.max(1, bins);
-    pen.fillStyle = this.tint('dim');
-    pen.fillText('whole recording', 0, MAP / 2);
-    for (let i = 0; i < bins; i += 1) {
-      let y = MAP - 4;
-      for (const kind of kinds) {
-        const tall = (whole.map[kind][i] / 1000) * (MAP - 8);
-        pen.fillStyle = this.tint(COLOURS[kind]);
-        pen.fillRect(LEFT + i * wide, y - tall, Math.ceil(wide), tall);
-        y -= tall;
-      }
-    }
-    const x = (t) => LEFT + (t / whole.extent) * (width - LEFT);
-    pen.strokeStyle = this.tint('focus');
-    pen.lineWidth = 2;
-    pen.strokeRect(x(view[0]) + 1, 1, Math.max(3, x(view[1]) - x(view[0]) - 2), MAP - 2);
-  }
-
   drawNote() {
     const { data, whole } = this;
     const span = this.view[1] - this.view[0];
@@ -643,34 +434,6 @@ class Page {
     if (at && at.span !== undefined && data.spans && at.span < data.spans.t.length) text = describe(spanAt(data, at.span), this.whole.axis);
     else if (at && at.bin !== undefined && data.bins) text = describeBin(data, at.lane, at.bin);
     put(this.readout, text || '\u00a0');
-  }
-
-  legend() {
-    const swatch = (kind) => {
-      const canvas = h('canvas', { class: 'swatch', width: 28, height: 14, 'aria-hidden': 'true' });
-      const paint = () => {
-        const pen = canvas.getContext('2d');
-        pen.fillStyle = colour(COLOURS[kind]);
-        pen.fillRect(0, 0, 28, 14);
-        const pattern = makePatterns(pen)[KINDS[kind].pattern];
-        if (pattern) {
-          pen.fillStyle = pattern;
-          pen.fillRect(0, 0, 28, 14);
-        }
-      };
-      paint();
-      this.swatches.push(paint);
-      return canvas;
-    };
-    const kinds = [...new Set(this.whole.lanes.map((l) => l.kind))];
-    const marks = Object.entries(MARKS).map(([, [letter, words]]) => h('li', {}, h('b', {}, letter), ` ${words}`));
-    const events = Object.keys(this.whole.events_total).map((kind) => h('li', {}, h('b', {}, MARK_LETTERS[kind]), ` ${kind === 'preempt' ? 'preempt (evicted)' : kind.replace('_', ' ')}`));
-    const words = { verify: 'verify: decode with more tokens than rows', unknown: 'kind not recorded' };
-    return h('div', { class: 'legend tl-legend', id: 'legend' },
-      h('ul', { class: 'states' }, kinds.map((kind) => h('li', {}, swatch(kind), ` ${KINDS[kind].letter} ${words[kind] || kind}`))),
-      h('ul', { class: 'states' }, marks),
-      events.length && this.whole.axis === 'time' ? h('ul', { class: 'states' }, events) : null,
-      this.explain);
   }
 
   drawTable() {
@@ -738,6 +501,7 @@ class Page {
       if (signal.aborted) return;
       this.panelData = data;
       drawStep(this.panel, data, state, this.whole);
+      this.approach(data);
     } catch (error) {
       if (error.name === 'AbortError') return;
       if (!error.problem) throw error;
@@ -745,6 +509,16 @@ class Page {
     } finally {
       if (!signal.aborted) this.panel.removeAttribute('aria-busy');
     }
+  }
+
+  /** A link that names a step and no window: the lanes show it, too, where all would be too much. */
+  approach({ t_ns: t, duration_ns: duration, step }) {
+    const { params } = current();
+    const { origin, extent, axis } = this.whole;
+    if (params.get('t0') || params.get('t1') || !this.data.bins) return;
+    const start = axis === 'time' ? toOffset(t, origin) : step - Number(origin);
+    const half = Math.max((axis === 'time' ? duration || extent / 1e4 : 1) * 30, this.least);
+    this.show(clamp(start - half, start + half, extent, this.least));
   }
 
   async drawTactics() {
@@ -765,81 +539,4 @@ function engineOf(lane, data) {
   const name = lane.slice(0, lane.lastIndexOf(':') < 0 ? undefined : lane.lastIndexOf(':'));
   const found = data.engines.filter((e) => e.id.startsWith(name));
   return found.length === 1 ? found[0].id : null;
-}
-
-function headline(engine, engines) {
-  return [engineName(engine.id, engines), engine.role, engine.adapter, engine.replica === null ? null : `replica ${engine.replica}`,
-    engine.processes.length ? engine.processes.slice(0, 3).join(', ') + (engine.processes.length > 3 ? ` and ${engine.processes.length - 3} more` : '') : null].filter(Boolean).join(' \u00b7 ');
-}
-
-function head(names) {
-  return h('thead', {}, h('tr', {}, names.map((n) => h('th', { scope: 'col' }, n))));
-}
-
-function label(pen, tint, text, x, y, room) {
-  const { width } = pen.measureText(text);
-  if (width + 4 > room) return;
-  pen.fillStyle = tint('ground');
-  pen.fillRect(x - 1, y - 7, width + 3, 14);
-  pen.fillStyle = tint('text');
-  pen.fillText(text, x, y);
-}
-
-/** Small tiles over the colour: kinds are told apart in grey, too. */
-function makePatterns(pen, tint = colour) {
-  const make = (paint) => {
-    const tile = h('canvas', { width: 8, height: 8 });
-    const ink = tile.getContext('2d');
-    ink.strokeStyle = ink.fillStyle = tint('ground');
-    ink.lineWidth = 1.4;
-    paint(ink);
-    return pen.createPattern(tile, 'repeat');
-  };
-  const line = (ink, ...points) => {
-    ink.beginPath();
-    points.forEach(([x, y], i) => (i % 2 ? ink.lineTo(x, y) : ink.moveTo(x, y)));
-    ink.stroke();
-  };
-  return {
-    cross: make((ink) => line(ink, [0, 8], [8, 0], [0, 0], [8, 8])),
-    up: make((ink) => line(ink, [-2, 2], [2, -2], [0, 8], [8, 0], [6, 10], [10, 6])),
-    dots: make((ink) => [[1, 1], [5, 5]].forEach(([x, y]) => ink.fillRect(x, y, 2, 2))),
-    rows: make((ink) => line(ink, [0, 4], [8, 4])),
-  };
-}
-
-function drawStep(panel, data, state, whole) {
-  const facts = [
-    ['engine', h('span', { class: 'mono path' }, data.engine)],
-    ['kind', data.kind],
-    ['start', data.t_ns === null ? 'not recorded' : [ns(Number(BigInt(data.t_ns) - BigInt(whole.origin)), 1000), h('span', { class: 'hint mono' }, ` ${data.t_ns} ns`)]],
-    ['until the next', data.t_ns === null ? NONE : data.duration_ns === null ? 'not known: the last step' : ns(data.duration_ns)],
-    ['rows', count(data.rows)], ['tokens', count(data.tokens)], ['padded tokens', count(data.padded_tokens)],
-    ['columns', count(data.columns)], ['call', count(data.call)],
-    ['graph', data.graph ?? 'eager'], ['attention', data.attention ?? NONE], ['experts', data.experts ?? NONE],
-    ['sdpa', data.sdpa], ['cache', data.cache ?? NONE], ['threads', count(data.threads)],
-  ].filter(([, v]) => v !== null && v !== NONE);
-  const to = (step, text, id) => (step === null ? h('span', { class: 'hint' }, text) : h('a', { href: link(state, { params: { step } }), id }, text));
-  const drafts = data.batch.rows.some((r) => r.drafted !== null);
-  const sources = data.batch.rows.some((r) => r.kv_source !== null && r.kv_source !== 'own');
-  put(panel,
-    h('h2', {}, `Step ${count(data.step)} `, h('span', { class: 'neighbours' }, to(data.previous, 'previous', 'step-previous'), ' ', to(data.next, 'next', 'step-next'))),
-    h('table', { class: 'facts' }, h('tbody', {}, facts.map(([n, v]) => h('tr', {}, h('th', { scope: 'row' }, n), h('td', {}, v))))),
-    h('h3', {}, data.batch.of ? `Ran together: ${plural(data.batch.of, 'row')}` : 'Rows'),
-    data.batch.of ? h('div', { class: 'scroll' }, h('table', { class: 'data', id: 'batch' },
-      head(['row', 'sequence', 'positions', 'kind', 'version', ...(drafts ? ['drafts'] : []), ...(sources ? ['KV'] : [])]),
-      h('tbody', {}, data.batch.rows.map((r) => h('tr', {},
-        h('td', { class: 'n' }, r.row),
-        h('td', { class: 'mono' }, r.seq === null ? 'padding' : r.known ? h('a', { href: link(state, { screen: 'seq', seq: r.seq, params: { tok: r.chunk || r.kind === 'cached' ? r.start + r.n - 1 : r.start + r.n } }) }, r.seq) : r.seq),
-        h('td', { class: 'n' }, r.n > 1 ? `${count(r.start)}\u2013${count(r.start + r.n - 1)}` : count(r.start)),
-        h('td', {}, r.chunk ? 'prefill, unfinished' : r.kind === 'cached' ? 'cached prefix' : r.kind),
-        num(r.weight_version ?? NONE),
-        drafts ? num(r.drafted === null ? NONE : `${r.accepted ?? NONE} of ${r.drafted}`) : null,
-        sources ? h('td', {}, r.kv_source ?? NONE) : null)))))
-      : h('p', { class: 'hint' }, 'No rows of this step were recorded.'),
-    data.batch.of > data.batch.rows.length ? h('p', { class: 'hint' }, `The first ${count(data.batch.rows.length)} of ${count(data.batch.of)} rows.`) : null,
-    h('details', {}, h('summary', {}, `Kernel choices known by then, ${data.graph === null ? 'eager' : `in graph ${data.graph}`}: ${count(data.tactics.of)}`),
-      data.tactics.timed ? null : h('p', { class: 'hint' }, 'The step has no time: all choices of the tape are listed.'),
-      h('div', { class: 'scroll' }, h('table', { class: 'data' }, head(['op', 'implementation', 'tactic', 'source']),
-        h('tbody', {}, data.tactics.rows.map((t) => h('tr', {}, h('td', { class: 'mono wrap', title: t.key }, t.op), h('td', { class: 'wrap' }, t.implementation ?? NONE), h('td', { class: 'mono wrap' }, t.tactic ?? NONE), h('td', {}, t.source))))))));
 }

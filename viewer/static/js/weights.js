@@ -176,7 +176,7 @@ function digests(data, state, version) {
     h('p', { class: 'pager' }, `versions ${count(low)} to ${count(high)} of ${count(d.first)} to ${count(d.last)}`,
       low > d.first ? to(Math.max(d.first, low - 1), 'earlier', 'earlier') : null,
       high < d.last ? to(Math.min(d.last, high + 8), 'later', 'later') : null),
-    h('div', { class: 'scroll tall' }, h('table', { class: 'data digests', id: 'digests' },
+    h('div', { class: 'scroll tall', tabindex: 0 }, h('table', { class: 'data digests', id: 'digests' },
       h('thead', {}, h('tr', {}, h('th', { scope: 'col' }, 'group'), d.versions.map((v) => h('th', { scope: 'col', class: v === version ? 'here' : null }, to(v, name(v, labels[v])))))),
       h('tbody', {}, d.groups.map((g) => h('tr', { class: g.cells.some((c) => c.engines === 'differs') ? 'differs' : null }, h('th', { scope: 'row' }, g.group || 'whole model'), g.cells.map(cell)))))),
     reasons.length ? h('details', {}, h('summary', {}, `\u2020 not comparable with other implementations: ${plural(reasons.length, 'reason')}`), h('ul', {}, reasons.map((r) => h('li', {}, r)))) : null);
@@ -187,7 +187,7 @@ function against({ against_b: b }) {
   const verdict = h('p', {}, h('strong', { class: `verdict v-${{ match: 'identical', mismatch: 'divergent' }[b.state] || b.state}` }, `${b.state}: ${words[b.state]}`), b.reason ? `: ${b.reason}` : '',
     b.paired_by ? h('span', { class: 'hint' }, ` \u00b7 versions paired by their ${b.paired_by}; ${Object.entries(b.counts).map(([k, n]) => `${count(n)} ${k}`).join(', ')}`) : null);
   const shown = b.mismatches.length ? [...b.mismatches, ...b.rows.filter((r) => r.result !== 'mismatch')] : b.rows;
-  return section('A against B', verdict, shown.length ? h('div', { class: 'scroll tall' }, h('table', { class: 'data', id: 'against' },
+  return section('A against B', verdict, shown.length ? h('div', { class: 'scroll tall', tabindex: 0 }, h('table', { class: 'data', id: 'against' },
     head(['version', 'group', 'A', 'B', 'verdict']),
     h('tbody', {}, shown.slice(0, 400).map((r) => h('tr', { class: r.result === 'mismatch' ? 'differs' : null },
       h('td', {}, r.version === r.version_b ? name(r.version, r.label) : `${name(r.version, r.label)} / v${r.version_b}`),
@@ -214,7 +214,7 @@ function staleness({ staleness: s }) {
 function straddling({ straddling: s }, state) {
   return section('Sequences that straddle an update',
     h('p', {}, h('strong', {}, count(s.count)), ` of ${plural(s.known, 'sequence')} with known versions`, s.of > s.known ? h('span', { class: 'hint' }, `; ${count(s.of - s.known)} have none`) : null),
-    s.rows.length ? h('div', { class: 'scroll tall' }, h('table', { class: 'data', id: 'straddling' }, head(['sequence', 'versions', 'tokens']),
+    s.rows.length ? h('div', { class: 'scroll tall', tabindex: 0 }, h('table', { class: 'data', id: 'straddling' }, head(['sequence', 'versions', 'tokens']),
       h('tbody', {}, s.rows.map((r) => h('tr', {}, h('th', { scope: 'row', class: 'mono' }, h('a', { href: link(state, { screen: 'seq', seq: r.seq }) }, r.seq)), h('td', { class: 'n' }, `${r.from} to ${r.to}`), num(count(r.length))))))) : null,
     s.count > s.rows.length ? h('p', { class: 'hint' }, `The first ${count(s.rows.length)}.`) : null);
 }
