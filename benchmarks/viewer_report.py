@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from viewer_plan import Plan, choices, logprobs, mixed, uniform
+from viewer_plan import Plan, choices, logprobs, mixed, token_ids, uniform
 
 from rolltape.replay.drift import counts_over, drift, first_divergent
 from rolltape.replay.measures import (
@@ -219,6 +219,7 @@ def _sequences(plan: Plan, routing: Routing, compared: Compared) -> Columns:
             "state": ragged(state, length, pa.uint8()),
             **{n: pa.ListArray.from_arrays(offsets, v) for n, v in values.items()},
             "flips": flips,
+            "ids": pa.ListArray.from_arrays(offsets, pa.array(token_ids(index))),
         }
         yield "tokens", table
 

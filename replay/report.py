@@ -145,6 +145,7 @@ def _tokens(result: PairResult, column: str | None) -> dict[str, Any]:
         "b_logprob": b,
         "delta": _delta(tokens, column),
         "flips": empty if result.routing is None else result.routing.flips.resized(n),
+        "ids": result.a.tokens.resized(n),
     }
 
 

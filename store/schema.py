@@ -364,6 +364,7 @@ REPORT_TABLES: dict[str, pa.Schema] = {
             pa.field("b_logprob", _F32S),
             pa.field("delta", _F32S),  # b - a, null unless state is compared
             pa.field("flips", pa.list_(pa.int32())),  # MoE layers that disagree; null: no route
+            pa.field("ids", pa.list_(pa.uint32())),  # of side A, so that a page reads one row
         ]
     ),
     "routing": pa.schema(

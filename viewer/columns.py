@@ -33,6 +33,7 @@ _CELLS: dict[str, Any] = {
     "b_logprob": np.float32,
     "delta": np.float32,
     "flips": np.int32,
+    "ids": np.uint32,
 }
 
 MAX_WINDOW = 4096
@@ -91,9 +92,12 @@ def load_columns(pair: Pair, name: str) -> Columns:
     cells = _report_cells(rows)
     n = len(cells["state"])
     prompt_len = int((found or {}).get("prompt_len") or 0)
-    ids = Masked.empty(n, np.uint32)
+    ids = cells["ids"].resized(n)
     state = np.full(n, NOT_DIFFED, np.uint8)
-    if sequence is not None:
+    told = len(cells["ids"]) == n and cells["state"].valid.all() and len(rows)
+    if sequence is not None and told and sequence.length <= n:
+        prompt_len = sequence.prompt_len  # the report has all that the tape would say
+    elif sequence is not None:
         n, prompt_len = max(n, sequence.length), sequence.prompt_len
         own = sequence.token_columns(["ids", "loss_mask"])
         ids = own["ids"].resized(n)

@@ -171,7 +171,7 @@ def alarms(pair: Pair) -> list[Row]:
             *_mismatches(pair, used),
             *_unlike_engines(tape, used),
             *_dirty(tape),
-            *_findings(tape),
+            *(_findings(tape) if "finding" in pair.events else []),
         ]
     return _ALARMS[pair]
 
