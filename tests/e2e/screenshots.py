@@ -19,8 +19,8 @@ from tests.e2e.pipeline import MODEL, REPO, build
 
 PICTURES = REPO / "tests" / "artifacts" / "screens"
 README = REPO / "docs" / "images"
-#: Pictures that the README shows, by screen.
-SHOWN = {"overview": "overview", "layers": "layers", "routing": "routing"}
+#: Screens that the README shows.
+SHOWN = ("overview", "layers", "causes")
 
 
 def screens(base: str) -> dict[str, str]:
@@ -45,7 +45,7 @@ def screens(base: str) -> dict[str, str]:
         "weights": f"{at}/weights?{rep}",
         "causes": f"{at}/causes?{rep}",
         "tokens": f"{seq}?{rep}&tok={tok}",
-        "layers": f"{seq}/layers?{rep}&tok={tok}",
+        "layers": f"{seq}/layers?{rep}&tok={tok}&full=1e-1&thr=1e-2",
         "routing": f"{seq}/routing?{rep}&tok={tok}",
         "sides": f"{seq}/sides?{rep}&{both}&tok={tok}",
         "basket": "#/basket",
@@ -76,7 +76,7 @@ def shoot(folder: Path) -> None:
                 page.wait_for_load_state("networkidle")
                 page.screenshot(path=PICTURES / f"{name}-{theme}.png")
                 if theme == "light" and name in SHOWN:
-                    page.screenshot(path=README / f"{SHOWN[name]}.png")
+                    page.screenshot(path=README / f"{name}.png")
         browser.close()
 
 

@@ -18,7 +18,12 @@ SCREENS = {
     "home": "#/",
     "overview": "#/run/{run}",
     "list": "#/run/{run}/seqs",
+    "timeline": "#/run/{run}/timeline",
+    "weights": "#/run/{run}/weights",
+    "causes": "#/run/{run}/causes",
     "tokens": "#/run/{run}/seq/{seq}?tok=71",
+    "sides": "#/run/{run}/seq/{seq}/sides?tok=71",
+    "basket": "#/basket",
     "layers": "#/run/{run}/seq/{seq}/layers?tok=71&open=3",
     "routing": "#/run/{run}/seq/{seq}/routing?tok=83&layer=3",
 }

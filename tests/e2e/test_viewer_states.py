@@ -280,5 +280,5 @@ def test_nothing_is_fetched_from_elsewhere(tab: Tab, scene: Scene) -> None:
 def test_tables_are_tables(tab: Tab) -> None:
     page = tab.open(f"#/run/{tab.run}/seqs")
     table = page.get_by_role("table")
-    expect(table.get_by_role("columnheader")).to_have_count(13)
+    expect(table.get_by_role("columnheader")).to_have_count(14)
     expect(table.get_by_role("rowheader")).to_have_count(10)

@@ -307,7 +307,8 @@ def test_flips_and_differences_are_compared_by_the_input_that_drew_the_token(
     case = cases[4]
     found = diff_case(case)
     delta, flips = found["delta"], found["flips"]
-    after, others = [], []
+    after: list[float] = []
+    others: list[float] = []
     for p in range(1, case.length):
         if delta.valid[p] and flips.valid[p - 1]:
             (after if flips.values[p - 1] else others).append(abs(float(delta.values[p])))

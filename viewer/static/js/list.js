@@ -10,7 +10,7 @@ import { setHidden } from './shell.js';
 
 const COLUMNS = [
   { name: 'id', text: 'sequence' },
-  { name: null, text: '|\u0394| along it', title: 'largest |delta| by position, on the fixed scale of 1 nat' },
+  { name: null, text: 'along it', title: 'largest |delta| by position, on the fixed scale of 1 nat' },
   { name: 'group', text: 'group' },
   { name: 'finish', text: 'finish' },
   { name: 'prompt_len', text: 'prompt', n: true },
@@ -24,6 +24,7 @@ const COLUMNS = [
   { name: 'tokens_any_share', text: 'tokens', n: true, title: 'share of tokens with any routing disagreement' },
   { name: null, text: 'left out' },
 ];
+const EXPORTED = 100000; // rows that one answer holds
 const FACETS = ['finish', 'weight_version'];
 
 export async function open({ state, main, signal }) {
@@ -94,7 +95,7 @@ function facets(state, data) {
   const query = new URLSearchParams({ ...scope(state, ['rep', 'sort', 'q']) });
   const save = (format) => h('a', { href: `${runPath(state, 'seqs')}?${query}&format=${format}`, download: `sequences.${format}` }, format.toUpperCase());
   return h('div', { class: 'facets' }, chips.length ? h('p', {}, chips) : null, rows.length ? h('ul', {}, rows) : null,
-    data.rows.length ? h('p', { class: 'hint' }, 'All matching rows as ', save('csv'), ' or ', save('arrow')) : null);
+    data.rows.length ? h('p', { class: 'hint' }, `${data.matched > EXPORTED ? `The first ${count(EXPORTED)}` : 'All'} matching rows as `, save('csv'), ' or ', save('arrow')) : null);
 }
 
 /** The largest |delta| along a sequence, on one fixed scale for all of them. */
