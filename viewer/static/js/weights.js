@@ -122,7 +122,7 @@ function bands(data, state, version) {
       svg('rect', { x: left, y, width: wide, height: ROW - 8, class: `band ${s.state === 'dirty' ? 'dirty' : s.version % 2 ? 'odd' : 'even'}${here ? ' here' : ''}` }),
       wide > 30 ? svg('text', { x: left + 4, y: y + 13, class: s.state === 'dirty' ? 'on-dirty' : '' }, clip(s.state === 'dirty' ? 'dirty' : name(s.version, s.label), wide)) : null);
   };
-  const found = ticks(0, end, 6);
+  const found = end < 2 ? [] : ticks(0, end, 6); // of one moment alone there is no axis
   const step = found[1] - found[0];
   const picture = svg('svg', { viewBox: `0 0 ${WIDTH} ${height}`, class: 'bands', role: 'group', 'aria-label': 'Versions over time; the table below has the same' },
     found.map((t) => [svg('line', { x1: x(t), x2: x(t), y1: 0, y2: height - 20, class: 'grid' }), svg('text', { x: x(t) > WIDTH - 60 ? x(t) - 2 : x(t) + 2, y: height - 6, class: x(t) > WIDTH - 60 ? 'tick end' : 'tick' }, tickText(t, step, 'time', '0'))]),
