@@ -154,9 +154,15 @@ class Index:
     def entries(self, table: str) -> Entries:
         """The entries of a table, scanned now if the seal does not have them."""
         if table not in self._entries:
-            parts = [self._from_seal(table), self._scan(table)]
-            self._entries[table] = _merged(self._folder.files(table), parts)
+            self._keep(table, self._scan(table))
         return self._entries[table]
+
+    def _keep(self, table: str, added: Entries | None) -> None:
+        """Keep the entries of a table: those of the seal, and those that it does not cover."""
+        files = self._folder.files(table)
+        self._entries[table] = _merged(files, [self._from_seal(table), added])
+        # only now: if the scan of what was added had failed, they would still be needed
+        self._offsets.pop(table, None)
 
     def find(
         self, table: str, key: Key, start: int | None = None, stop: int | None = None
@@ -202,7 +208,7 @@ class Index:
         for i, shard in enumerate(self._shards):
             if shard.startswith(f"{table}/"):
                 numbers[i] = here.get(shard.partition("/")[2], -1)
-        columns, steps = self._offsets.pop(table)  # from now on they are in the entries
+        columns, steps = self._offsets[table]
         file = numbers[columns[1]]
         columns = [columns[0], file, *columns[2:]]
         if (file < 0).any():  # of a later version, or damaged and left out
@@ -228,8 +234,8 @@ class Index:
                 found.append(_entries_of(batch, grouping, number[file], batch_number))
                 steps += _steps_of(table, batch, grouping)
             yield batch, grouping
-        parts = [self._from_seal(table), _stacked(files, found, steps)]
-        self._entries[table] = _merged(files, parts)
+        if table not in self._entries:  # else they are known, and the seal's are no longer apart
+            self._keep(table, _stacked(files, found, steps))
 
     def grouping(self, batch: pa.RecordBatch) -> Grouping:
         """Rows of a batch by sequence. Sequences that are new get the next code."""

@@ -424,6 +424,11 @@ class Tape(FlatTable, Folder):
     def info(self, key: Key) -> dict[str, Any]:
         """The facts of a sequence, `sampling` as a dict."""
         own = self._own_rows(key)
+        if own is None and key not in self.sequence_rows:
+            raise DamagedShardError(
+                f"{self.place}/sequences: the row of {key.id} cannot be read",
+                hint="; ".join(self.problems) or f"`rolltape fsck {self.place}` says why",
+            )
         found = self.facts.slice(self.sequence_rows[key], 1) if own is None else own
         info: dict[str, Any] = found.to_pylist()[0]
         info["sampling"] = read_object(info["sampling"])
@@ -485,12 +490,14 @@ class Tape(FlatTable, Folder):
 
     def find(self, id_: str) -> Sequence | None:
         """The sequence with exactly that id, or None."""
-        stored = self.stored_facts if "_lives" not in self.__dict__ else None
-        if stored is None:
+        if "_lives" in self.__dict__ or self.stored_facts is None:
             key = self._by_id.get(id_)
-            return None if key is None else self._sequence(key)
-        row = stored.row(id_)
-        if row is None:
+            if key is not None:
+                return self._sequence(key)
+        # the seal knows also of one whose row is in a damaged shard
+        stored = self.stored_facts
+        row = None if stored is None else stored.row(id_)
+        if stored is None or row is None:
             return None
         length, finish = (stored.table.column(name)[row].as_py() for name in ("length", "finish"))
         return Sequence(self, stored.key(row), length, (0, length), finish != "open")

@@ -174,7 +174,9 @@ def against_b(pair: Pair, versions: Iterable[int]) -> Row:
 
     Returns:
         `state` (match, mismatch, inconclusive, not-run), `reason`, `paired_by`, `counts` of all
-        versions, `rows` of `versions`, and `mismatches`, the first ones of all versions.
+        versions, `rows` of `versions`, and `mismatches`, the first ones of all versions. It is a
+        match only where nothing is left that was not compared. `counts` are of pairs of digests;
+        `unpaired` are versions, of either side, without a name where names pair them.
     """
     nothing: Row = {"paired_by": None, "rows": [], "mismatches": [], "counts": {}}
     if pair.tape is None or pair.b is None:
@@ -194,14 +196,22 @@ def against_b(pair: Pair, versions: Iterable[int]) -> Row:
         "match": equal,
         "mismatch": differ.num_rows,
         "not comparable": every - equal - differ.num_rows,
+        "unpaired": _unnamed(a) + _unnamed(b) if by == "label" else 0,
     }
-    state = "mismatch" if differ.num_rows else "match" if equal else "inconclusive"
+    left = counts["not comparable"] + counts["unpaired"]
+    state = "mismatch" if differ.num_rows else "inconclusive" if left else "match"
+    reason = "" if every else f"no version of A has a partner in B by its {by}"
+    if every and state == "inconclusive":
+        reason = f"{equal:,} of {every:,} pairs of digests are equal, the others not comparable"
+        unnamed = counts["unpaired"]
+        if unnamed:
+            reason += f"; {unnamed:,} version{'s have' if unnamed > 1 else ' has'} no name"
     here = pc.is_in(a.column("version"), pa.array(list(versions), pa.int64()))
     rows = _pair_rows(_pairs(a.filter(here), b, by), by)
     rows.sort(key=lambda r: (r["version"], r["result"] != "mismatch", natural(r["group"])))
     return {
         "state": state if every else "not-run",
-        "reason": "" if every else f"no version of A has a partner in B by its {by}",
+        "reason": reason,
         "paired_by": "name" if by == "label" else "number",
         "counts": counts,
         "rows": rows,
@@ -227,6 +237,12 @@ def _none() -> pa.Table:
 def _paired_by(a: pa.Table, b: pa.Table) -> str:
     named = all(table.column("label").null_count < table.num_rows for table in (a, b))
     return "label" if named else "version"
+
+
+def _unnamed(table: pa.Table) -> int:
+    """Versions of engines that the job gave no name."""
+    rows = table.filter(pc.is_null(table.column("label")))
+    return int(rows.group_by(["engine", "version"]).aggregate([]).num_rows)
 
 
 def _pairs(a: pa.Table, b: pa.Table, by: str) -> pa.Table:

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -88,16 +88,16 @@ class Bundle:
         Raises:
             UsageError: it is not one.
         """
-        answer = self._get(path, params)
-        if answer.status != 200:
-            raise UsageError(f"{path}: {json.loads(answer.body).get('detail')}")
-        return json.loads(answer.body)
+        return json.loads(self._answer(path, params).body)
 
     def keep(self, path: str, **params: Any) -> None:
-        """Write an answer as it is."""
-        answer = self._get(path, params)
-        if answer.status == 200:
-            self._write(_key(path, params), answer.media, answer.body)
+        """Write an answer as it is.
+
+        Raises:
+            UsageError: there is none.
+        """
+        answer = self._answer(path, params)
+        self._write(_key(path, params), answer.media, answer.body)
 
     def put(self, path: str, value: Any, **params: Any) -> None:
         """Write a JSON answer that was changed."""
@@ -112,9 +112,12 @@ class Bundle:
             if query and len(rest) < len(query.split("&")):
                 self.files[path + (f"?{'&'.join(rest)}" if rest else "")] = name
 
-    def _get(self, path: str, params: Mapping[str, Any]) -> Answer:
+    def _answer(self, path: str, params: Mapping[str, Any]) -> Answer:
         given = {k: v for k, v in params.items() if v is not None}
-        return self.app.get("/" + path, urlencode(given))
+        answer = self.app.get("/" + path, urlencode(given))
+        if answer.status != 200:
+            raise UsageError(f"{path}: {json.loads(answer.body).get('detail')}")
+        return answer
 
     def _write(self, key: str, media: str, body: bytes) -> None:
         digest = hashlib.sha256(body).hexdigest()[:16]
@@ -150,13 +153,13 @@ def export(
         bundle = Bundle(out, app)
         chosen = _write(bundle, list(dict.fromkeys(sequences)))
     return {
-        "sequences": {run: list(rows) for run, rows in chosen.items()},
+        "sequences": chosen,
         "files": len(bundle.written),
         "bytes": sum(bundle.written.values()),
     }
 
 
-def _write(bundle: Bundle, names: list[str]) -> dict[str, dict[str, Any]]:
+def _write(bundle: Bundle, names: list[str]) -> dict[str, list[str]]:
     runs = bundle.ask("api/runs")
     chosen = _choose(bundle, runs["runs"], names)
     kept = [run for run in runs["runs"] if run["id"] in chosen]
@@ -167,19 +170,18 @@ def _write(bundle: Bundle, names: list[str]) -> dict[str, dict[str, Any]]:
     return chosen
 
 
-def _choose(
-    bundle: Bundle, runs: list[dict[str, Any]], names: list[str]
-) -> dict[str, dict[str, Any]]:
-    """Row of the list by id, by run."""
-    chosen: dict[str, dict[str, Any]] = {}
+def _choose(bundle: Bundle, runs: list[dict[str, Any]], names: list[str]) -> dict[str, list[str]]:
+    """Ids by run."""
+    chosen: dict[str, list[str]] = {}
     for name in names:
         found = False
         for run in runs:
-            page = bundle.ask(f"api/runs/{run['id']}/seqs", q=name, limit=500)
-            for row in page["rows"]:
-                if name in (row["id"], row["id"].partition(".")[2]):
-                    chosen.setdefault(run["id"], {})[row["id"]] = row
+            for there in _containing(bundle, f"api/runs/{run['id']}/seqs", name):
+                if name in (there, there.partition(".")[2]):
                     found = True
+                    ids = chosen.setdefault(run["id"], [])
+                    if there not in ids:
+                        ids.append(there)
         if not found:
             raise UsageError(f"--sequences {name}: no run has it", hint="`rolltape show` lists ids")
     with_report = {r["id"] for r in runs if r["reports"]}
@@ -187,28 +189,33 @@ def _choose(
     return {k: v for k, v in chosen.items() if k in with_report} or chosen
 
 
-def _run(bundle: Bundle, run: dict[str, Any], rows: dict[str, Any]) -> dict[str, int]:
+def _containing(bundle: Bundle, path: str, text: str) -> Iterator[str]:
+    """All ids of a run that contain a text, whatever it means in a filter."""
+    quoted = re.sub(r'(["\\])', r"\\\1", text)
+    after: str | None = ""
+    while after is not None:
+        page = bundle.ask(path, q=f'id:"{quoted}"', sort="id", limit=500, after=after or None)
+        yield from (row["id"] for row in page["rows"])
+        after = page["next"]
+
+
+def _run(bundle: Bundle, run: dict[str, Any], names: list[str]) -> dict[str, int]:
     at = f"api/runs/{run['id']}"
     reports: list[str | None] = [r["id"] for r in run["reports"]]
     lengths: dict[str, int] = {}
     for rep in reports or [None]:
         bundle.keep(at, rep=rep)
         bundle.keep(f"{at}/causes", rep=rep)
-        listed = [
-            row
-            for name in rows
-            for row in bundle.ask(f"{at}/seqs", q=name, limit=500, rep=rep)["rows"]
-            if row["id"] == name
-        ]
+        listed = [bundle.ask(f"{at}/seqs/{_quoted(name)}", rep=rep)["seq"] for name in names]
         first = bundle.ask(f"{at}/seqs", limit=1, rep=rep)
         counts = {"start": 0, "matched": len(listed), "total": len(listed), "next": None}
         bundle.put(f"{at}/seqs", {**first, **counts, "rows": listed}, rep=rep)
-        for k, name in enumerate(rows):
-            _sequence(bundle, at, name, rep, [*rows], k, lengths)
+        for k, name in enumerate(names):
+            _sequence(bundle, at, name, rep, names, k, lengths)
     if reports:
         bundle.stand_in(str(run["report"]))
     for one, other in permutations(reports[-_MOST_REPORTS:], 2):
-        for name in rows:
+        for name in names:
             _sides(bundle, f"{at}/seqs/{_quoted(name)}/sides", str(one), str(other))
     return lengths
 

@@ -6,7 +6,6 @@ differ, one rank on both sides); everything else is only shown.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,11 @@ import pyarrow.compute as pc
 from rolltape.store.keys import Key
 from rolltape.store.schema import TOKEN_STATES
 from rolltape.store.sequences import Tape
+from rolltape.store.tape import seal_problems
+from rolltape.viewer.happenings import detail_words, members
 from rolltape.viewer.library import Pair
-from rolltape.viewer.paired import whole_digests
+from rolltape.viewer.paired import last_of_each, whole_digests
+from rolltape.viewer.versions import made_by
 
 FOR, AGAINST, NOTE = "for", "against", "note"
 
@@ -121,16 +123,21 @@ class Evidence:
 
 def facts(pair: Pair) -> Iterator[Evidence]:
     """Everything that the pair says, in no particular order."""
+    faults: list[Evidence] = []
+    for tape, source in ((pair.tape, "tape A"), (pair.b, "tape B")):
+        if tape is not None and not (source == "tape B" and tape is pair.tape):
+            faults += [*_events(tape, source), *_damage(tape, source)]
+    if pair.report is not None:
+        faults += _problems(pair)
+    yield from faults
+    # one fault on either side is enough, whatever is whole beside it
+    if not any(e.cause == "recording" and e.decisive and e.says == FOR for e in faults):
+        yield from _whole(pair)
     if pair.tape is not None:
-        yield from _events(pair.tape, "tape A")
-        yield from _recording(pair, pair.tape)
         yield from _straddling(pair, pair.tape)
-    if pair.b is not None and pair.b is not pair.tape:
-        yield from _events(pair.b, "tape B")
     yield from _ranks(pair)
     if pair.report is None:
         return
-    yield from _problems(pair)
     yield from _settings(pair)
     yield from _semantics(pair)
     yield from _identity(pair)
@@ -152,15 +159,15 @@ def _events(tape: Tape, source: str) -> Iterator[Evidence]:
             yield Evidence(
                 cause="recording",
                 says=FOR,
-                text=f"{counts[kind]:,} {what}; the first: {_detail(first[kind][0]['detail'])}",
+                text=f"{counts[kind]:,} {what}; the first: {_words(first[kind][0]['detail'])}",
                 source=source,
                 decisive=True,
                 links=tuple(_event_links(first[kind])),
             )
     for row in first.get("finding", []):
-        detail = _parsed(row["detail"])
+        detail = members(row["detail"])
         code = str(detail.get("code", ""))
-        message = str(detail.get("message") or detail.get("reason") or _detail(row["detail"]))
+        message = str(detail.get("message") or detail.get("reason") or _words(row["detail"]))
         cause = _FINDINGS.get(code) or _by_name(str(detail.get("name", ""))) or "kernels"
         settles = code in ("RT407", "RT405", "RT406", "RT410")
         yield Evidence(
@@ -179,21 +186,54 @@ def _event_links(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {"text": key.id, "seq": key.id, "tok": row["start"]}
 
 
-def _recording(pair: Pair, tape: Tape) -> Iterator[Evidence]:
-    if tape.problems:
+def _damage(tape: Tape, source: str) -> Iterator[Evidence]:
+    problems = [*seal_problems(tape.place, tape.seal), *tape.problems]
+    if problems:
+        text = f"damage: {problems[0]}"
+        yield Evidence(cause="recording", says=FOR, text=text, source=source, decisive=True)
+
+
+def _whole(pair: Pair) -> Iterator[Evidence]:
+    """What speaks against a fault of the recording, where none was found on either side."""
+    if pair.tape is None:
+        return
+    sides = {"tape A": pair.tape} | ({"tape B": pair.b} if pair.b is not None else {})
+    lacks = {source: _lacks(tape) for source, tape in sides.items()}
+    if pair.report is not None and pair.b is None:
+        lacks["tape B"] = "it is not open: nothing is known of its recording"
+    for source, text in lacks.items():
+        if text:
+            yield Evidence(cause="recording", says=NOTE, text=text, source=source)
+    text = "sealed, every shard is there, no gap and no failed hook was recorded"
+    whole = [source for source in sides if not lacks[source]]
+    if whole:
+        all_of_it = not any(lacks.values())
         yield Evidence(
             cause="recording",
-            says=FOR,
-            text=f"damage: {tape.problems[0]}",
-            source="tape A",
-            decisive=True,
+            says=AGAINST if all_of_it else NOTE,
+            text=text if len(whole) < 2 else f"both tapes: {text}",
+            source=" and ".join(whole),
+            decisive=all_of_it,
         )
-    elif tape.seal is None:
-        text = "the tape is not sealed: it is still being written, or the job was killed"
-        yield Evidence(cause="recording", says=NOTE, text=text, source="tape A")
-    elif not any(pair.events.get(kind, (0, None))[0] for kind in ("gap", "hook_error")):
-        text = "sealed, every shard is there, no gap and no failed hook was recorded"
-        yield Evidence(cause="recording", says=AGAINST, text=text, source="tape A", decisive=True)
+
+
+def _lacks(tape: Tape) -> str:
+    """Why the seal of a tape without faults does not say that everything is there; empty if so."""
+    if tape.seal is None:
+        return "the tape is not sealed: it is still being written, or the job was killed"
+    found = []
+    for name, what in (
+        ("live", "still being written when the tape was sealed"),
+        ("recovered", "recovered from dead writers, whose last rows may be lost"),
+    ):
+        shards = tape.seal.get(name) or []
+        if shards:
+            found.append(f"{len(shards):,} shard{'s' if len(shards) > 1 else ''} {what}")
+    ends = made_by(tape).column("finish")
+    count = int(pc.sum(pc.fill_null(pc.equal(ends, "open"), False)).as_py() or 0)
+    if count:
+        found.append(f"{count:,} sequence{'s' if count > 1 else ''} never finished")
+    return "; ".join(found)
 
 
 def _straddling(pair: Pair, tape: Tape) -> Iterator[Evidence]:
@@ -221,6 +261,7 @@ def _straddling(pair: Pair, tape: Tape) -> Iterator[Evidence]:
 
 def _contrast_of(pair: Pair, ids: pa.ChunkedArray) -> str:
     table = pair.report_columns(["a", "compared", "mean_abs"])
+    table = table.filter(pa.array(last_of_each(table.column("a"))))
     there = pc.is_in(table.column("a"), value_set=ids.combine_chunks()).to_numpy()
     tokens = table.column("compared").fill_null(0).to_numpy()
     sums = np.nan_to_num(table.column("mean_abs").fill_null(0).to_numpy()) * tokens
@@ -236,17 +277,22 @@ def _ranks(pair: Pair) -> Iterator[Evidence]:
     for name, tape in sides:
         ranks = [e.get("ranks") or {} for e in tape.engines.values()]
         sizes: dict[str, int] = {}
-        for one in ranks:
+        silent = 0  # engines that say nothing of it and may be several processes
+        for one, engine in zip(ranks, tape.engines.values(), strict=True):
+            told = engine.get("adapter") == "transformers"
             for kind, value in one.items() if isinstance(one, dict) else ():
                 size = value[1] if isinstance(value, list) and len(value) == 2 else None
                 if isinstance(size, int):
                     sizes[str(kind)] = max(size, sizes.get(str(kind), 0))
+                    told = True
+            silent += not told
         # an adapter that runs one process says nothing of ranks
         single = all(e.get("adapter") == "transformers" for e in tape.engines.values())
-        known = known and (bool(sizes) or (single and bool(tape.engines)))
+        known = known and bool(ranks) and not silent
         alone = alone and all(size == 1 for size in sizes.values())
         said = ", ".join(f"{k} {v}" for k, v in sorted(sizes.items()))
-        words.append(f"{name}: {said or ('one process' if single else 'not recorded')}")
+        unsaid = f", {silent} of {len(ranks)} engines do not say" if said and silent else ""
+        words.append(f"{name}: {said or ('one process' if single else 'not recorded')}{unsaid}")
     if not words:
         return
     settled = known and alone and len(sides) == 2
@@ -359,6 +405,7 @@ def _identity(pair: Pair) -> Iterator[Evidence]:
             cause="tokenizer", says=AGAINST, text=text, source="report, identity", decisive=True
         )
     checked = all(t is not None and whole_digests(t) for t in (pair.tape, pair.b))
+    checked = checked and pair.counts["compared"] > 0
     if checked and not (identity | warnings) & {"weights", "weights_unchecked", "model"}:
         text = "the weights of both sides have the same digest wherever a token was compared"
         yield Evidence(
@@ -425,6 +472,7 @@ def flip_contrast(pair: Pair, sequence: str | None = None) -> Evidence | None:
         return None
     if sequence is None:
         table = pair.report_columns(["a", "disagree"])
+        table = table.filter(pa.array(last_of_each(table.column("a"))))
         every = table.column("a").filter(pc.greater(pc.fill_null(table.column("disagree"), 0), 0))
         every = every.to_pylist()
         chosen = [every[k * len(every) // _SAMPLED] for k in range(min(_SAMPLED, len(every)))]
@@ -439,7 +487,8 @@ def flip_contrast(pair: Pair, sequence: str | None = None) -> Evidence | None:
         found = pair.report_rows("tokens", name, ["state", "delta", "flips"])
         if not found.num_rows:
             continue
-        state, delta, flips = (_array(found.column(c)[0]) for c in ("state", "delta", "flips"))
+        last = found.num_rows - 1  # of several rows of a sequence the last one counts
+        state, delta, flips = (_array(found.column(c)[last]) for c in ("state", "delta", "flips"))
         if not len(state) == len(delta) == len(flips):
             continue
         # the input at p - 1 drew the token at p
@@ -479,15 +528,5 @@ def _count(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else "an unknown number"
 
 
-def _parsed(text: str | None) -> dict[str, Any]:
-    try:
-        value = json.loads(text or "")
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _detail(text: Any) -> str:
-    plain = text.as_py() if isinstance(text, pa.Scalar) else text
-    value = _parsed(plain)
-    return ", ".join(f"{k} = {v}" for k, v in value.items()) or str(plain or "no detail")
+def _words(detail: str | None) -> str:
+    return detail_words(detail) or "no detail"

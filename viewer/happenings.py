@@ -91,6 +91,15 @@ def _thinned(table: pa.Table, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first[order], counts[order]
 
 
+def members(text: str | None) -> dict[str, Any]:
+    """The members of the detail of an event; none where it is no JSON object."""
+    try:
+        value = json.loads(text or "null")
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def detail_words(text: str | None) -> str:
     """The detail of an event in a line: the message of a finding, else its members."""
     try:

@@ -65,6 +65,19 @@ class Run:
     tape: Tape | None
     reports: tuple[Report, ...]
 
+    @property
+    def shown(self) -> Report | None:
+        """The report that it opens with: the newest against another role, else the newest.
+
+        A rollout against its own re-execution says how far the engine repeats itself. Whoever
+        opens the run wants to know how far the trainer is from it.
+        """
+        if not self.reports:
+            return None
+        own = {_fact(report, "a", "role") for report in self.reports}
+        other = [r for r in self.reports if _fact(r, "b", "role") not in own]
+        return (other or self.reports)[-1]
+
 
 class Pair:
     """What one page looks at: a tape, one report about it, and the report's other tape.
@@ -156,10 +169,12 @@ class Pair:
     @cached_property
     def fingerprint(self) -> str | None:
         """Of all that an answer about this pair is made of; None as long as it may still grow."""
-        folders = [f for f in (self.tape, self.b, self.parent, self.report) if f is not None]
+        folders = (self.tape, self.b, self.parent, self.report)
         if any(isinstance(f, Tape) and f.seal is None for f in folders):
             return None
-        said = [f.fingerprint for f in folders] + [r.uuid for r in self.run.reports]
+        said = [f.fingerprint if f is not None else "none" for f in folders]
+        said += [f"report {r.uuid}" for r in self.run.reports]
+        said += [f"side B of {r.uuid} of {run}" for run, r in self.as_b]
         return xxhash.xxh3_128_hexdigest("\0".join(said).encode())
 
     def find(self, sequence: str) -> Sequence | None:
@@ -277,6 +292,14 @@ class _Opened:
     looked: float = field(default=0.0)
 
 
+@dataclass(frozen=True)
+class _Made:
+    """The runs of the folders that are open, and by tape the reports whose side B it is."""
+
+    runs: tuple[Run, ...]
+    as_b: Mapping[str, list[tuple[str, Report]]]
+
+
 class Library:
     """Everything that the viewer serves. Not thread-safe: hold `lock` around any use.
 
@@ -305,11 +328,13 @@ class Library:
         self._clock = clock
         self._paths = [Path(p) for p in paths]
         self._seen: set[Path] = set()
+        self._lost: set[Path] = set()  # was open, and cannot be read any more
         self._looks: dict[Path, tuple[Any, ...]] = {}
         self._searched = clock()
         self._vocabulary = load_vocabulary(tokenizer) if tokenizer is not None else None
         self._opened: dict[str, _Opened] = {}
         self._pairs: OrderedDict[tuple[str, str], Pair] = OrderedDict()
+        self._made: _Made | None = None  # as long as the same folders are open
         for path in self._paths:
             for folder in _find(path):
                 self._open(folder)
@@ -318,7 +343,7 @@ class Library:
     def refresh(self) -> None:
         """Open again what has grown since the last look; with `follow` what is new as well."""
         now = self._clock()
-        if self.follow and now - self._searched >= LOOK_EVERY:
+        if (self.follow or self._lost) and now - self._searched >= LOOK_EVERY:
             self._searched = now
             self._search()
         for uuid, opened in list(self._opened.items()):
@@ -328,26 +353,45 @@ class Library:
             if now - opened.looked < LOOK_EVERY:
                 continue
             opened.looked = now
-            look = _look(opened.path)
-            if look != opened.look:
-                opened.look = look
-                opened.folder = _open_tape(opened.path)
-                self._opened[uuid] = opened
-                self._pairs.clear()
-                self.generation += 1
+            try:
+                look = _look(opened.path)
+                if look != opened.look:
+                    opened.look = look
+                    opened.folder = _open_tape(opened.path)
+                    self._changed()
+            except (RolltapeError, OSError) as error:
+                self._lose(uuid, error)
+
+    def _changed(self) -> None:
+        """Other folders are open than before."""
+        self._made = None
+        self._pairs.clear()
+        self.generation += 1
+
+    def _lose(self, uuid: str, error: Exception) -> None:
+        """A folder that cannot be read any more, say because it was removed: that is told."""
+        path = self._opened.pop(uuid).path
+        self._seen.discard(path)
+        self._lost.add(path)
+        self.failures.append(Failure(str(path), str(error)))
+        self._changed()
 
     def _search(self) -> None:
-        """Open what has appeared in the folders since they were last searched."""
+        """Open what has appeared in the folders since they were last searched.
+
+        Without `follow` only what was open before, and could not be read meanwhile.
+        """
         before = len(self._opened)
         for path in self._paths:
             for folder in _find(path) if path.is_dir() else ():
-                if folder not in self._seen and self._is_there(folder):
+                if folder in self._seen or not (self.follow or folder in self._lost):
+                    continue
+                if self._is_there(folder):
                     self.failures = [f for f in self.failures if f.path != str(folder)]
                     self._open(folder)
         self._forget_failed()
         if len(self._opened) != before:
-            self._pairs.clear()
-            self.generation += 1
+            self._changed()
 
     def _forget_failed(self) -> None:
         """What could not be opened may be whole next time."""
@@ -363,8 +407,21 @@ class Library:
             return time.time() - (folder / "report.json").stat().st_mtime > _PATIENCE
         return before == look and all(str(part[1]).endswith(".arrow") for part in look[1:])
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> tuple[Run, ...]:
         """Tapes in the order named, replays of them after them, then reports without a tape."""
+        return self._runs_and_sides().runs
+
+    def _runs_and_sides(self) -> _Made:
+        if self._made is None:
+            runs = self._make_runs()
+            as_b: dict[str, list[tuple[str, Report]]] = {}
+            for run in runs:
+                for report in run.reports:
+                    as_b.setdefault(_side(report, "b") or "", []).append((run.id, report))
+            self._made = _Made(runs, as_b)
+        return self._made
+
+    def _make_runs(self) -> tuple[Run, ...]:
         tapes = {u: o.folder for u, o in self._opened.items() if isinstance(o.folder, Tape)}
         reports: dict[str, list[Report]] = {}
         for opened in self._opened.values():
@@ -379,10 +436,11 @@ class Library:
             for uuid, tape in tapes.items()
         ]
         runs.sort(key=lambda run: run.tape is not None and run.tape.parent in tapes)
-        return runs + [Run(uuid, r[0].path.name, None, tuple(r)) for uuid, r in reports.items()]
+        alone = (Run(uuid, r[0].path.name, None, tuple(r)) for uuid, r in reports.items())
+        return (*runs, *alone)
 
     def pair(self, run_id: str, report_id: str | None) -> Pair:
-        """The run with one of its reports, by default the newest.
+        """The run with one of its reports, by default `Run.shown`.
 
         Raises:
             Problem: 404, no such run or report.
@@ -393,7 +451,7 @@ class Library:
         run = next((r for r in self.runs() if r.id == run_id), None)
         if run is None:
             raise unknown("run", run_id, "it is not among the paths that the viewer was given")
-        report = run.reports[-1] if run.reports else None
+        report = run.shown
         if report_id is not None:
             report = next((r for r in run.reports if r.uuid == report_id), None)
             if report is None:
@@ -404,19 +462,17 @@ class Library:
         self._pairs[run_id, report_id or ""] = pair
         return pair
 
-    def newest(self, run: Run) -> Pair:
-        """A run with its newest report, to say a word of it: that is not looking at it."""
-        report = run.reports[-1] if run.reports else None
-        return self._pairs.get((run.id, "")) or self._pair(run, report)
+    def shown(self, run: Run) -> Pair:
+        """A run with the report it opens with, to say a word of it: that is not looking at it."""
+        return self._pairs.get((run.id, "")) or self._pair(run, run.shown)
 
     def _pair(self, run: Run, report: Report | None) -> Pair:
-        as_b = [(r.id, x) for r in self.runs() for x in r.reports if _side(x, "b") == run.id]
         return Pair(
             run,
             report,
             b=self._tape(_side(report, "b") if report is not None else None),
             parent=self._tape(run.tape.parent if run.tape is not None else None),
-            as_b=tuple(as_b),
+            as_b=tuple(self._runs_and_sides().as_b.get(run.id, ())),
             vocabulary=self._vocabulary,
         )
 
@@ -434,8 +490,13 @@ class Library:
         for folder in {f.uuid: f for p in dropped for f in _folders(p)}.values():
             opened = self._opened.get(folder.uuid)
             if folder.uuid not in kept and opened is not None and opened.folder is folder:
-                opened.folder = _reopened(folder)
+                try:
+                    opened.folder = _reopened(folder)
+                except (RolltapeError, OSError) as error:
+                    self._lose(folder.uuid, error)
+                    continue
                 opened.folder.problems += folder.problems
+                self._made = None  # it names the folder that was dropped
         return dropped
 
     def _tape(self, uuid: str | None) -> Tape | None:
@@ -466,6 +527,8 @@ class Library:
             return
         look = _look(path) if isinstance(folder, Tape) and folder.seal is None else ()
         self._opened[folder.uuid] = _Opened(path, folder, look, self._clock())
+        self._lost.discard(path)
+        self._made = None
 
 
 def _find(path: Path) -> list[Path]:
@@ -517,6 +580,12 @@ def _look(path: Path) -> tuple[Any, ...]:
             with suppress(FileNotFoundError):  # a live shard is renamed when it is finished
                 seen.append((table.name, shard.name, shard.stat().st_size))
     return tuple(seen)
+
+
+def _fact(report: Report, side: str, name: str) -> str | None:
+    facts = report.summary.get(side)
+    value = facts.get(name) if isinstance(facts, dict) else None
+    return value if isinstance(value, str) else None
 
 
 def _side(report: Report, name: str) -> str | None:

@@ -27,6 +27,7 @@ from rolltape.store.schema import REPORT_TABLES
 from rolltape.viewer import predicate
 from rolltape.viewer.answers import bad_parameter
 from rolltape.viewer.library import Pair
+from rolltape.viewer.spreadsheet import harmless_table
 
 Row = dict[str, Any]
 
@@ -239,7 +240,7 @@ class Listing:
         at, _, _, cursor = self._cut(sort, query, limit, after)
         table, sink = self.table(at), io.BytesIO()
         if to == "csv":
-            pyarrow.csv.write_csv(table.drop_columns(["spark"]), sink)
+            pyarrow.csv.write_csv(harmless_table(table.drop_columns(["spark"])), sink)
         else:
             with pa.ipc.new_stream(sink, table.schema) as writer:
                 writer.write_table(table)

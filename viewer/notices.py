@@ -51,7 +51,7 @@ def notices(pair: Pair) -> list[dict[str, Any]]:
     if tape is not None:
         found += _event_notices(pair)
     for problem in pair.problems:
-        text = f"{problem}. Everything else is served."
+        text = f"{problem.rstrip('.')}. Everything else is served."
         found.append(_notice("error", "Damaged shard", text))
     return found
 

@@ -21,9 +21,9 @@ from rolltape.viewer.library import Pair
 
 #: The whole interval of the share lies above this: supported.
 SUPPORTED_OVER = 0.10
-#: The upper end of the interval lies below this: refuted.
-REFUTED_UNDER = 0.05
-#: With fewer sequences an interval says nothing.
+#: The whole interval lies within this distance of 0: refuted.
+REFUTED_WITHIN = 0.05
+#: With fewer sequences that have a gap an interval says nothing.
 FEWEST = 8
 RESAMPLES = 1000
 #: Reports that are paired with each other, the newest.
@@ -31,8 +31,10 @@ MOST = 16
 METHOD = (
     f"share = 1 - sum|d| after / sum|d| before, over the sequences that both reports compared at "
     f"as many tokens; 95 % interval: percentile bootstrap over sequences, {RESAMPLES:,} resamples, "
-    f"seed 0. Supported: the whole interval is above {SUPPORTED_OVER:.0%}. Refuted: its upper end "
-    f"is below {REFUTED_UNDER:.0%}. Else, or with fewer than {FEWEST} sequences: inconclusive."
+    f"seed 0. Supported: the whole interval is above {SUPPORTED_OVER:.0%}. Refuted: all of it is "
+    f"within {REFUTED_WITHIN:.0%} of 0. Else (a gap that grows among them), or with fewer than "
+    f"{FEWEST} sequences that have a gap: inconclusive. A re-execution with a switch that differs "
+    "is judged only where one without a switch is identical."
 )
 
 _LIBRARIES = ("torch", "transformers", "vllm", "sglang", "tensorrt_llm", "flash_attn")
@@ -105,6 +107,11 @@ class Replay:
     def changed(self) -> dict[str, str]:
         """Switches that are not at their default."""
         return {k: v for k, v in self.switches.items() if v != default(k, self.mode)}
+
+    @property
+    def told(self) -> bool:
+        """Whether it says anything of the engine and the settings that it ran with."""
+        return any(v for k, v in self.around.items() if k not in ("on", "weights"))
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -234,6 +241,7 @@ def differing(one: Replay, other: Replay) -> tuple[list[str], list[str]]:
 def sums_of(pair: Pair) -> Sums:
     """From the rows of the report's `sequences`; those where nothing was compared are left out."""
     table = pair.report_columns(["a", "compared", "mean_abs", "k3", "max_at"])
+    table = table.filter(pa.array(last_of_each(table.column("a"))))
 
     def column(name: str, missing: float) -> np.ndarray:
         found = table.column(name).fill_null(missing).combine_chunks()
@@ -253,6 +261,15 @@ def sums_of(pair: Pair) -> Sums:
     )
 
 
+def last_of_each(ids: pa.ChunkedArray) -> np.ndarray:
+    """bool [n]: the last row of each id, the one that counts."""
+    codes = ids.combine_chunks().dictionary_encode()
+    at = codes.indices.fill_null(len(codes.dictionary)).to_numpy(zero_copy_only=False)
+    last = np.zeros(len(codes.dictionary) + 1, np.int64)
+    last[at] = np.arange(len(at))  # of several rows the last assignment stays
+    return np.asarray(last[at] == np.arange(len(at)))
+
+
 def joined(one: Sums, other: Sums) -> tuple[np.ndarray, np.ndarray]:
     """Rows of both for the sequences that were compared at as many tokens in each."""
     found = pc.fill_null(pc.index_in(one.ids, value_set=other.ids), -1)
@@ -266,6 +283,8 @@ def joined(one: Sums, other: Sums) -> tuple[np.ndarray, np.ndarray]:
 def interval(top: np.ndarray, bottom: np.ndarray) -> tuple[float, float]:
     """95 % percentile bootstrap of sum(top) / sum(bottom) over sequences.
 
+    Draws without any gap have no ratio and are left out.
+
     Args:
         top: float64 [n].
         bottom: float64 [n], its sum is not 0.
@@ -278,18 +297,25 @@ def interval(top: np.ndarray, bottom: np.ndarray) -> tuple[float, float]:
         times = np.bincount(rng.integers(0, n, n, dtype=np.int32), minlength=n)
         totals[k] = times @ both
     above, below = totals.T
-    ratios = np.divide(above, below, out=np.ones_like(above), where=below != 0)
-    low, high = np.percentile(ratios, [2.5, 97.5])
+    ratios = np.divide(above, below, out=np.full_like(above, np.nan), where=below != 0)
+    low, high = np.nanpercentile(ratios, [2.5, 97.5])
     return float(low), float(high)
 
 
 def judge(low: float, high: float, sequences: int) -> str:
-    """`supported`, `refuted` or `inconclusive` by the rule in `METHOD`."""
+    """`supported`, `refuted` or `inconclusive` by the rule in `METHOD`.
+
+    Args:
+        low: lower end of the interval of the share.
+        high: upper end.
+        sequences: that have a gap.
+    """
     if sequences < FEWEST:
         return "inconclusive"
     if low > SUPPORTED_OVER:
         return "supported"
-    return "refuted" if high < REFUTED_UNDER else "inconclusive"
+    within = low >= -REFUTED_WITHIN and high <= REFUTED_WITHIN
+    return "refuted" if within else "inconclusive"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,14 +394,21 @@ class Effects:
                 text = ", ".join(a.partition("#")[0] for a in around)
                 self.unused.append(f"{names} differ in {switches[0]}, but in {text} as well")
                 continue
+            untold = [r for r in (one, other) if not r.told]
+            if untold:
+                text = "; ".join(f"{r.name}: {_untold(r)}" for r in untold)
+                self.unused.append(f"{names} differ in {switches[0]}, but {text}")
+                continue
             yield self._gap(switches[0], one, other)
 
     def _gap(self, switch: str, one: Replay, other: Replay) -> Effect:
         usual = default(switch, "score")
         value = [r.switches.get(switch, usual) for r in (one, other)]
-        if value[0] != usual and (value[1] == usual or value[1] < value[0]):
-            one, other, value = other, one, value[::-1]
-        columns = [one.column, other.column]
+        i, j = joined(one.sums, other.sums)
+        # neither is the usual one: the share is that of the larger gap
+        grows = one.sums.absolute[i].sum() < other.sums.absolute[j].sum()
+        if value[1] == usual or (value[0] != usual and grows):
+            one, other, value, i, j = other, one, value[::-1], j, i
         values = (value[0], value[1])
         common: dict[str, Any] = {
             "kind": "gap",
@@ -384,14 +417,10 @@ class Effects:
             "after": other,
             "values": values,
         }
-        if columns[0] != columns[1]:
-            why = (
-                f"the headlines are of other logprobs ({columns[0]}, {columns[1]}): their gaps "
-                "are not the same quantity"
-            )
+        if one.column != other.column:
+            why = _other_logprobs(one, other)
             return Effect(**common, numbers=None, state="inconclusive", why=why)
         x, y = one.sums, other.sums
-        i, j = joined(x, y)
         numbers = self._numbers(x, y, i, j)
         if not len(i) or not numbers["sum_before"]:
             why = (
@@ -401,9 +430,9 @@ class Effects:
         went = x.absolute[i] - y.absolute[j]
         low, high = interval(went, x.absolute[i])
         numbers |= {"share": float(went.sum() / numbers["sum_before"]), "low": low, "high": high}
-        state = judge(low, high, len(i))
+        state = judge(low, high, numbers["with_gap"])
         top = _top(x, i, went, "went")
-        return Effect(**common, numbers=numbers, state=state, why=_words(numbers, state), top=top)
+        return Effect(**common, numbers=numbers, state=state, why=_words(numbers), top=top)
 
     def _sizes(self) -> Iterator[Effect]:
         """What one switch does to the engine itself, against the gap to the trainer."""
@@ -418,7 +447,7 @@ class Effects:
             before = base or replay
             x, y = before.sums, replay.sums
             i, j = joined(x, y)
-            numbers = self._numbers(x, y, i, j)
+            numbers = self._numbers(x, y, i, j) if before.column == replay.column else None
             state, why = self._size_state(replay, base, numbers, x, y, i, j)
             if shaky:
                 state = "inconclusive"
@@ -426,7 +455,8 @@ class Effects:
                     "; but the engine does not repeat itself: "
                     f"{shaky[-1].name} is {shaky[-1].verdict} without any switch"
                 )
-            elif not steady:
+            elif not steady and replay.verdict != "identical":  # which is as good a control
+                state = "inconclusive"
                 why += "; whether the engine repeats itself without a switch was not looked at"
             yield Effect(
                 kind="size",
@@ -437,40 +467,48 @@ class Effects:
                 numbers=numbers,
                 state=state,
                 why=why,
-                top=_top(y, j, y.absolute[j], "sum") if numbers["sum_after"] else (),
+                top=_top(y, j, y.absolute[j], "sum") if numbers and numbers["sum_after"] else (),
             )
 
     def _size_state(
         self,
         replay: Replay,
         base: Replay | None,
-        numbers: dict[str, Any],
+        numbers: dict[str, Any] | None,
         x: Sums,
         y: Sums,
         i: np.ndarray,
         j: np.ndarray,
     ) -> tuple[str, str]:
         if replay.verdict == "identical":
-            return "refuted", "it changes no bit of what the engine computes"
+            why = "it changes no bit of what the engine computes"
+            few = len(y.ids) < FEWEST
+            return ("inconclusive", why + _few(len(y.ids))) if few else ("refuted", why)
+        if numbers is None:
+            return "inconclusive", _other_logprobs(base or replay, replay)
         if not len(i):
             return "inconclusive", "no sequence was compared at as many tokens in both reports"
         if base is None:
             if not numbers["sum_after"]:
                 return "inconclusive", "no logprob differs, but something else does"
-            return "supported", (
+            changed = int((y.absolute[j] > 0).sum())
+            few = changed < FEWEST
+            return "inconclusive" if few else "supported", (
                 f"it changes what the engine itself computes: mean |d| {numbers['mean_after']:.3g} "
                 f"nat over {numbers['tokens']:,} tokens; there is no replay as a trainer to set it "
-                "against"
+                f"against{_few(changed, ' that differ' + 's' * (changed == 1)) if few else ''}"
             )
         if not numbers["sum_before"]:
             return "inconclusive", "the replay as a trainer has no gap to set it against"
         low, high = interval(y.absolute[j], x.absolute[i])
         share = numbers["sum_after"] / numbers["sum_before"]
         numbers |= {"share": float(share), "low": low, "high": high}
-        state = judge(low, high, len(i))
+        state = judge(low, high, numbers["with_gap"])
+        few = numbers["with_gap"] < FEWEST
         return state, (
             f"what it does to the engine itself is {_percent(share)} of the gap to the trainer in "
             f"size (95 %: {_percent(low)} to {_percent(high)}): at most so much of it"
+            f"{_few(numbers['with_gap'], ' with a gap') if few else ''}"
         )
 
     def _numbers(self, x: Sums, y: Sums, i: np.ndarray, j: np.ndarray) -> dict[str, Any]:
@@ -486,6 +524,7 @@ class Effects:
         }
         return {
             "sequences": len(i),
+            "with_gap": int((x.absolute[i] > 0).sum()),
             "left_out": len(x.ids) - len(i),
             "tokens": tokens,
             **sums,
@@ -494,7 +533,12 @@ class Effects:
         }
 
     def here(self, effect: Effect, sequence: str) -> dict[str, Any] | None:
-        """The numbers of an effect for one sequence alone; None where a report lacks it."""
+        """The numbers of an effect for one sequence alone; None where a report lacks it.
+
+        None, too, where the two reports are of other logprobs.
+        """
+        if effect.numbers is None:
+            return None
         x, y = effect.before.sums, effect.after.sums
         i, j = (pc.index(s.ids, sequence).as_py() for s in (x, y))
         if i < 0 or j < 0:
@@ -520,16 +564,33 @@ def _top(of: Sums, rows: np.ndarray, by: np.ndarray, name: str) -> tuple[Mapping
     )
 
 
-def _words(numbers: Mapping[str, Any], state: str) -> str:
+def _words(numbers: Mapping[str, Any]) -> str:
     share, low, high = numbers["share"], numbers["low"], numbers["high"]
     span = f"(95 %: {_percent(low)} to {_percent(high)})"
     if share < 0:
         text = f"the gap grows by {_percent(-share)} {span}: none of it goes"
     else:
         text = f"{_percent(share)} of the gap goes {span}"
-    if state == "inconclusive" and numbers["sequences"] < FEWEST:
-        text += f"; {numbers['sequences']} sequences are too few to decide, {FEWEST} are enough"
+    if numbers["with_gap"] < FEWEST:
+        text += _few(numbers["with_gap"], " with a gap")
     return text
+
+
+def _few(sequences: int, which: str = "") -> str:
+    many = f"{sequences} sequence{'s' if sequences != 1 else ''}{which}"
+    return f"; {many} {'are' if sequences != 1 else 'is'} too few to decide, {FEWEST} are enough"
+
+
+def _other_logprobs(one: Replay, other: Replay) -> str:
+    return (
+        f"the headlines are of other logprobs ({one.column}, {other.column}): their gaps are not "
+        "the same quantity"
+    )
+
+
+def _untold(replay: Replay) -> str:
+    """What is missing of a side that does not say how it ran; nothing is known of a closed one."""
+    return "conditions not known" + ("" if replay.around else ": open tape B")
 
 
 def _percent(share: float) -> str:

@@ -4,7 +4,8 @@
     max_abs>0.1 finish=length group:0-3 1f0c
 
 What stands side by side without a word between is joined by `and`. A word alone is looked for in
-the text columns. `=` and `!=` also take `null`. What is absent meets no other condition.
+the text columns. `=` and `!=` also take `null`; `"null"` is that text. What is absent meets no
+condition but `= null`, and so it meets `not` of any other.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import pyarrow.compute as pc
 
 from rolltape.viewer.answers import Problem
 
-#: Longest filter, and how deep its parentheses go.
-MAX_TEXT, MAX_DEPTH = 4096, 40
+#: Longest filter, how deep its parentheses go, and how many conditions it has: each of them is
+#: looked for in all rows.
+MAX_TEXT, MAX_DEPTH, MAX_CONDITIONS = 4096, 40, 256
 
 _PIECE = re.compile(
     r"""\s*(?:
@@ -54,11 +56,21 @@ class Word:
 
 @dataclass(frozen=True)
 class Test:
-    """A condition on one column; `raw` is how it was written."""
+    """A condition on one column.
+
+    Args:
+        name: of the column.
+        op: as in the filter.
+        value: without quotes.
+        null: whether the value is the bare word `null`.
+        raw: how it was written.
+        at: where.
+    """
 
     name: str
     op: str
     value: str
+    null: bool
     raw: str
     at: int
 
@@ -71,15 +83,14 @@ class Not:
 
 
 @dataclass(frozen=True)
-class Both:
-    """Two at once, or one of two at least."""
+class Several:
+    """All at once, or one of them at least."""
 
-    left: Node
-    right: Node
+    of: tuple[Node, ...]
     either: bool
 
 
-Node = Word | Test | Not | Both
+Node = Word | Test | Not | Several
 
 
 def parse(text: str, field: str) -> Node | None:
@@ -94,8 +105,12 @@ def parse(text: str, field: str) -> Node | None:
     """
     if len(text) > MAX_TEXT:
         raise wrong(field, MAX_TEXT, f"longer than {MAX_TEXT} characters")
-    parser = _Parser(_pieces(text, field), len(text), field)
-    return parser.whole()
+    pieces = _pieces(text, field)
+    conditions = [piece for piece in pieces if piece.node is not None]
+    if len(conditions) > MAX_CONDITIONS:
+        at = conditions[MAX_CONDITIONS].at
+        raise wrong(field, at, f"more than {MAX_CONDITIONS} words and conditions")
+    return _Parser(pieces, len(text), field).whole()
 
 
 def wrong(field: str, at: int, detail: str) -> Problem:
@@ -129,7 +144,8 @@ def _pieces(text: str, field: str) -> list[_Piece]:
                 raise wrong(field, begin, f"{match['name']!r} needs a value after {match['op']}")
             op = "=" if match["op"] == "==" else match["op"]
             raw = text[begin:at]
-            test = Test(match["name"], op, _unquoted(match["value"]), raw, begin)
+            value = match["value"]
+            test = Test(match["name"], op, _unquoted(value), value == "null", raw, begin)
             found.append(_Piece("node", begin, test))
         elif match["word"] in ("and", "or", "not"):
             found.append(_Piece(match["word"], begin))
@@ -165,18 +181,18 @@ class _Parser:
         return node
 
     def _either(self) -> Node:
-        node = self._all()
+        found = [self._all()]
         while self._next.kind == "or":
             self._at += 1
-            node = Both(node, self._all(), either=True)
-        return node
+            found.append(self._all())
+        return found[0] if len(found) == 1 else Several(tuple(found), either=True)
 
     def _all(self) -> Node:
-        node = self._one()
+        found = [self._one()]
         while self._next.kind in ("and", "not", "(", "node"):
             self._at += self._next.kind == "and"
-            node = Both(node, self._one(), either=False)
-        return node
+            found.append(self._one())
+        return found[0] if len(found) == 1 else Several(tuple(found), either=False)
 
     def _one(self) -> Node:
         piece = self._next
@@ -206,8 +222,8 @@ def names_of(node: Node | None) -> set[str]:
         return {node.name}
     if isinstance(node, Not):
         return names_of(node.of)
-    if isinstance(node, Both):
-        return names_of(node.left) | names_of(node.right)
+    if isinstance(node, Several):
+        return {name for part in node.of for name in names_of(part)}
     return set()
 
 
@@ -240,9 +256,9 @@ def check(node: Node | None, fields: Fields) -> None:
     """
     if isinstance(node, Not):
         check(node.of, fields)
-    elif isinstance(node, Both):
-        check(node.left, fields)
-        check(node.right, fields)
+    elif isinstance(node, Several):
+        for part in node.of:
+            check(part, fields)
     elif isinstance(node, Test):
         _check_test(node, fields)
     elif isinstance(node, Word) and not fields.words:
@@ -261,7 +277,7 @@ def _check_test(node: Test, fields: Fields) -> None:
     if node.name not in fields.numbers:
         known = ", ".join([*fields.texts, *fields.numbers])
         raise wrong(fields.field, node.at, f"{node.name!r} is not one of {known}")
-    if node.op in ("=", "!=") and node.value == "null":
+    if node.op in ("=", "!=") and node.null:
         return
     try:
         float(node.value)
@@ -278,21 +294,25 @@ def mask(node: Node | None, fields: Fields, n: int) -> np.ndarray:
         return np.ones(n, bool)
     if isinstance(node, Not):
         return ~mask(node.of, fields, n)
-    if isinstance(node, Both):
-        left, right = mask(node.left, fields, n), mask(node.right, fields, n)
-        return np.asarray(left | right if node.either else left & right)
+    if isinstance(node, Several):
+        found = mask(node.of[0], fields, n)
+        for part in node.of[1:]:
+            other = mask(part, fields, n)
+            found = found | other if node.either else found & other
+        return found
     if isinstance(node, Word) or (node.op == ":" and node.name not in fields.texts):
         text = node.text if isinstance(node, Word) else node.raw
-        found = [_contains(fields.column(name), text) for name in fields.words]
-        return np.asarray(np.logical_or.reduce(found))
+        each = [_contains(fields.column(name), text) for name in fields.words]
+        return np.asarray(np.logical_or.reduce(each))
     column = fields.column(node.name)
     if node.name in fields.texts:
         if node.op == ":":
             return _contains(column, node.value)
-        null = node.value == "null"
-        same = np.asarray(column.is_null()) if null else _same(column, node)
-        return same if node.op == "=" else ~same
-    if node.value == "null":
+        if node.null:
+            return np.asarray(column.is_null() if node.op == "=" else column.is_valid())
+        same = _same(column, node)
+        return same if node.op == "=" else ~same & np.asarray(column.is_valid())
+    if node.null:
         absent = np.isnan(column)
         return np.asarray(absent if node.op == "=" else ~absent)
     with np.errstate(invalid="ignore"):
@@ -312,10 +332,9 @@ def _contains(column: pa.Array, text: str) -> np.ndarray:
 
 
 def _by_value(column: pa.Array, test: Callable[[pa.Array], pa.Array]) -> np.ndarray:
-    """A test of strings, of a dictionary made once a value; null is the empty text."""
+    """A test of strings, of a dictionary made once a value; null does not meet it."""
     if pa.types.is_dictionary(column.type):
-        values = pa.concat_arrays([column.dictionary, pa.array([""], column.dictionary.type)])
-        each = test(values).to_numpy(zero_copy_only=False)
-        codes = column.indices.fill_null(len(values) - 1).to_numpy(zero_copy_only=False)
-        return np.asarray(each[codes])
-    return np.asarray(test(column.fill_null("")).to_numpy(zero_copy_only=False))
+        each = _by_value(column.dictionary, test)
+        codes = column.indices.fill_null(len(each)).to_numpy(zero_copy_only=False)
+        return np.asarray(np.append(each, False)[codes])
+    return np.asarray(test(column).fill_null(False).to_numpy(zero_copy_only=False))

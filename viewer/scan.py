@@ -7,6 +7,7 @@ state = missing_b or (position < 64 and not equal = 1)
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -38,6 +39,8 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "equal": ("a_logprob", "b_logprob", "delta"),
 }
 TEXTS = ("state",)
+#: The file that a problem begins with.
+_OF_TOKENS = re.compile(r"(?:^|/)tokens/[^/:]+: ")
 _ROW = ("state", "a_logprob", "b_logprob", "delta", "flips")
 
 
@@ -80,7 +83,6 @@ def scan(
     scanned = matched = sent = 0
     damaged: list[str] = []
     with lock:
-        before = len(report.problems)
         total = sum(_batches(report, file) for file in report.files("tokens"))
         batches = report.batches("tokens", ["a", "n", *names])
     for done in range(1, total + 1):
@@ -110,7 +112,8 @@ def scan(
             yield _line(
                 {"kind": "progress", "done": done / total, "scanned": scanned, "matched": matched}
             )
-    damaged += report.problems[before:]
+    # a report keeps what it found in earlier scans, too: this one has left out the same
+    damaged += [problem for problem in report.problems if _OF_TOKENS.search(problem)]
     yield _line(
         {
             "kind": "summary",

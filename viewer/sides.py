@@ -16,7 +16,15 @@ from rolltape.store.columns import Masked
 from rolltape.store.tape import Report
 from rolltape.viewer.answers import unknown
 from rolltape.viewer.arrays import encode
-from rolltape.viewer.columns import COMPARED, NON_FINITE, NOT_DIFFED, NOT_SCORED, STATES
+from rolltape.viewer.columns import (
+    _CELLS,
+    COMPARED,
+    NON_FINITE,
+    NOT_DIFFED,
+    NOT_SCORED,
+    STATES,
+    _report_cells,
+)
 from rolltape.viewer.library import Pair
 from rolltape.viewer.paired import conditions
 
@@ -115,21 +123,8 @@ def load_sides(one: Pair, other: Pair, name: str) -> Sides:
 
 
 def _cells(pair: Pair, name: str) -> dict[str, Masked] | None:
-    dtypes = {"state": np.uint8, "b_logprob": np.float32, "delta": np.float32}
-    rows = pair.report_rows("tokens", name, list(dtypes))
-    if not rows.num_rows:
-        return None
-    found = {}
-    for column, dtype in dtypes.items():
-        scalar = rows.column(column)[0]
-        if not scalar.is_valid:
-            found[column] = Masked.empty(0, dtype)
-            continue
-        values = scalar.values
-        valid = values.is_valid().to_numpy(zero_copy_only=False)
-        plain = values.fill_null(0).to_numpy(zero_copy_only=False)
-        found[column] = Masked(plain.astype(dtype), valid)
-    return found
+    rows = pair.report_rows("tokens", name, list(_CELLS))
+    return _report_cells(rows) if rows.num_rows else None
 
 
 def window(sides: Sides, *, start: int, end: int) -> bytes:

@@ -16,6 +16,7 @@ from rolltape.store.sequences import Tape
 from rolltape.viewer.answers import Problem, bad_parameter
 from rolltape.viewer.happenings import events_in, version_bands
 from rolltape.viewer.rows import FLAGS, MOST, row_flags
+from rolltape.viewer.spreadsheet import harmless
 from rolltape.viewer.steps import KINDS, NUMBERS, Steps, steps_of
 
 MAX_SPANS = 20_000
@@ -346,10 +347,5 @@ def _csv(steps: Steps, at: np.ndarray) -> str:
         t = int(steps.t[i]) if timed else ""
         duration = int(steps.duration[i]) if timed and steps.duration[i] >= 0 else ""
         head = [steps.engines[engine], int(steps.step[i]), KINDS[steps.kind[i]], t, duration]
-        writer.writerow([*head, *(_harmless(cells.get(n, "")) for n in names)])
+        writer.writerow([harmless(cell) for cell in (*head, *(cells.get(n, "") for n in names))])
     return out.getvalue()
-
-
-def _harmless(cell: Any) -> Any:
-    # a spreadsheet must not take what a tape says for a formula
-    return f"'{cell}" if isinstance(cell, str) and cell[:1] in "=+-@\t\r" and cell else cell

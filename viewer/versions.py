@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,6 +49,44 @@ def used_versions(tape: Tape) -> dict[str, tuple[int, int]]:
         row["engine"]: (row["version_min_min"], row["version_max_max"])
         for row in found.to_pylist()
         if row["version_min_min"] is not None
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """Which versions made tokens of one engine, as far as the roll-ups tell.
+
+    Of a sequence they have the least and the greatest version. Each of the two made a token; what
+    lies between them may have.
+
+    Args:
+        known: versions that made a token.
+        spans: least and greatest version of sequences made by more than one.
+    """
+
+    known: frozenset[int]
+    spans: frozenset[tuple[int, int]]
+
+    def says(self, version: int) -> str:
+        """`yes`, `maybe` or `no`."""
+        if version in self.known:
+            return "yes"
+        return "maybe" if any(low < version < high for low, high in self.spans) else "no"
+
+
+def made_versions(tape: Tape) -> dict[str, Made]:
+    """Of each engine that any version is known of: which ones made tokens."""
+    names = ["engine", "version_min", "version_max"]
+    found: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    for row in made_by(tape).group_by(names).aggregate([]).to_pylist():
+        if row["version_min"] is not None:
+            found[row["engine"]].add((row["version_min"], row["version_max"]))
+    return {
+        engine: Made(
+            known=frozenset(version for span in spans for version in span),
+            spans=frozenset(span for span in spans if span[0] != span[1]),
+        )
+        for engine, spans in found.items()
     }
 
 

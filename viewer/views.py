@@ -123,7 +123,7 @@ class Views:
         return {
             "version": __version__,
             "follow": self.library.follow,
-            "runs": [run_summary(self.library.newest(r)) for r in self.library.runs()],
+            "runs": [run_summary(self.library.shown(r)) for r in self.library.runs()],
             "failures": [{"path": f.path, "message": f.message} for f in self.library.failures],
         }
 

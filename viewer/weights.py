@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,10 +20,10 @@ from rolltape.viewer.digests import (
     unlike_engines,
     window,
 )
-from rolltape.viewer.happenings import detail_words, marked_events, weight_states
+from rolltape.viewer.happenings import detail_words, marked_events, members, weight_states
 from rolltape.viewer.library import Pair
 from rolltape.viewer.steps import steps_of
-from rolltape.viewer.versions import staleness, straddling, used_versions
+from rolltape.viewer.versions import Made, made_versions, staleness, straddling, used_versions
 
 #: Findings about weights: an update that changed nothing, weights of an older version again.
 _MOST = 2000
@@ -125,7 +124,7 @@ def _updates(tape: Tape) -> list[Row]:
     for row in weight_states(tape):
         if row["state"] == "complete" and row["label"] is not None:
             labels[row["engine"]].add(row["label"])
-    details = [_object(row["detail"]) for row in rows]
+    details = [members(row["detail"]) for row in rows]
     for row, detail in zip(rows, details, strict=True):
         for name in ("label", "name"):
             if detail.get("version") is not None and isinstance(detail.get(name), str):
@@ -149,14 +148,6 @@ def _updates(tape: Tape) -> list[Row]:
     return out
 
 
-def _object(text: str | None) -> Row:
-    try:
-        value = json.loads(text or "null")
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 # -- alarms ------------------------------------------------------------------------------------
 
 
@@ -166,10 +157,10 @@ def alarms(pair: Pair) -> list[Row]:
     if tape is None:
         return []
     if pair not in _ALARMS:
-        used = used_versions(tape)
+        made = made_versions(tape)
         _ALARMS[pair] = [
-            *_mismatches(pair, used),
-            *_unlike_engines(tape, used),
+            *_mismatches(pair, made),
+            *_unlike_engines(tape, made),
             *_dirty(tape),
             *(_findings(tape) if "finding" in pair.events else []),
         ]
@@ -180,39 +171,49 @@ def _notice(level: str, title: str, text: str) -> Row:
     return {"level": level, "title": title, "text": text, "commands": [], "screen": "weights"}
 
 
-def _used(rows: pa.Table, used: Mapping[str, tuple[int, int]]) -> tuple[list[int], list[str]]:
-    """(versions, groups) of rows whose version made tokens of its engine."""
-    versions, groups = set(), set()
+def _used(rows: pa.Table, made: Mapping[str, Made]) -> tuple[list[int], list[str], bool]:
+    """(versions, groups) of rows whose version made tokens of its engine, and whether it did.
+
+    Where no version is known to have, those that may have made tokens.
+    """
+    found: dict[str, list[tuple[int, str]]] = {"yes": [], "maybe": [], "no": []}
     names = ["engine", "version", "group"]
     for row in rows.group_by(names).aggregate([]).to_pylist():
-        low, high = used.get(row["engine"], (0, -1))
-        if low <= row["version"] <= high:
-            versions.add(row["version"])
-            groups.add(row["group"])
-    return sorted(versions), [g or "the whole model" for g in sorted(groups, key=natural)]
+        of = made.get(row["engine"])
+        word = of.says(row["version"]) if of is not None else "no"
+        found[word].append((row["version"], row["group"]))
+    chosen = found["yes"] or found["maybe"]
+    groups = sorted({group for _, group in chosen}, key=natural)
+    versions = sorted({version for version, _ in chosen})
+    return versions, [g or "the whole model" for g in groups], bool(found["yes"])
 
 
-def _mismatches(pair: Pair, used: Mapping[str, tuple[int, int]]) -> list[Row]:
-    versions, groups = _used(b_mismatches(pair), used)
+def _mismatches(pair: Pair, made: Mapping[str, Made]) -> list[Row]:
+    versions, groups, sure = _used(b_mismatches(pair), made)
     if not versions:
         return []
     text = (
-        f"Version{'s' if len(versions) > 1 else ''} {_list(versions)} made tokens, and A and B "
-        f"have other digests of {_list(groups)}: the two sides did not run the same weights. Look "
-        "at the weight sync before anything else."
+        f"Version{'s' if len(versions) > 1 else ''} {_list(versions)} "
+        f"{'made' if sure else 'may have made'} tokens, and A and B have other digests of "
+        f"{_list(groups)}: the two sides {'did' if sure else 'may'} not "
+        f"{'run' if sure else 'have run'} the same weights. Look at the weight sync before "
+        "anything else."
     )
-    return [_notice("error", "Weights of A and B differ", text)]
+    return [_notice("error" if sure else "warn", "Weights of A and B differ", text)]
 
 
-def _unlike_engines(tape: Tape, used: Mapping[str, tuple[int, int]]) -> list[Row]:
-    versions, groups = _used(unlike_engines(tape), used)
+def _unlike_engines(tape: Tape, made: Mapping[str, Made]) -> list[Row]:
+    versions, groups, sure = _used(unlike_engines(tape), made)
     if not versions:
         return []
+    maybe = "" if sure else ", which may have made tokens"
     text = (
         f"Engines that went through the same updates hold other weights as version "
-        f"{_list(versions)}, in {_list(groups)}. Look whether an update reached every replica."
+        f"{_list(versions)}{maybe}, in {_list(groups)}. Look whether an update reached every "
+        "replica."
     )
-    return [_notice("error", "Engines hold other weights as the same version", text)]
+    title = "Engines hold other weights as the same version"
+    return [_notice("error" if sure else "warn", title, text)]
 
 
 def _dirty(tape: Tape) -> list[Row]:
@@ -235,7 +236,7 @@ def _dirty(tape: Tape) -> list[Row]:
 def _findings(tape: Tape) -> list[Row]:
     table = marked_events(tape)
     details = table.filter(pc.equal(table.column("kind"), "finding")).column("detail").to_pylist()
-    found = [detail for detail in map(_object, details) if detail.get("code") in _CODES]
+    found = [detail for detail in map(members, details) if detail.get("code") in _CODES]
     texts = list(dict.fromkeys(str(d.get("message")) for d in found))
     if not texts:
         return []

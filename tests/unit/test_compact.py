@@ -272,6 +272,18 @@ def test_sequences_with_weights_are_cut_into_batches_that_are_quickly_read(
     assert list(differences(a, tape)) == []
 
 
+def test_a_tape_that_was_added_to_after_it_was_sealed_is_compacted(tmp_path: Path) -> None:
+    tape = write_tape(tmp_path / "a", random_samples(3, response=30), fragment=4)
+    key = tape.keys()[0]
+    with store.TapeWriter(tmp_path / "a") as writer:
+        row = {"engine": key.engine, "request": key.request, "sample": key.sample}
+        writer.append("events", {**row, "writer": "w", "t_ns": 1, "kind": "abort"})
+    original = store.open(tmp_path / "a")
+    assert all(sequence.tokens.valid.any() for sequence in original)
+    assert compact(tmp_path / "a", tmp_path / "b").checked
+    assert list(differences(original, store.open(tmp_path / "b"))) == []
+
+
 def test_a_sequence_longer_than_a_block_is_the_same(tmp_path: Path) -> None:
     samples = random_samples(1, prompt=40_000, response=30_000, layers=(0,), experts=8, k=2)
     samples[0].used.weights = samples[0].used.margin = samples[0].version = None

@@ -82,6 +82,58 @@ def test_entries_name_every_batch_with_rows_of_a_sequence_and_no_other(tmp_path:
             assert rows and tape.index.find(table, key) == rows
 
 
+def extended(path: Path) -> store.Tape:
+    """A sealed tape to which a row was added later: its roll-ups have to be counted."""
+    first = write_tape(path, random_samples(3, response=30), fragment=4)
+    key = first.keys()[0]
+    with store.TapeWriter(path) as writer:
+        row = {"engine": key.engine, "request": key.request, "sample": key.sample}
+        writer.append("events", {**row, "writer": "w", "t_ns": 1, "kind": "abort"})
+    return store.open(path)
+
+
+@pytest.mark.parametrize("table", INDEXED)
+def test_an_index_keeps_what_the_seal_says_however_often_it_is_asked(
+    tmp_path: Path, table: str
+) -> None:
+    tape = extended(tmp_path / "a")
+    expected = entries(scanned(tape), table)
+    assert entries(tape.index, table) == expected
+    for _ in range(2):
+        for _, _ in tape.index.walk(table, []):
+            pass
+        assert entries(tape.index, table) == expected
+    tape = extended(tmp_path / "b")
+    for _, _ in tape.index.walk(table, []):  # before anything else was asked for
+        pass
+    assert entries(tape.index, table) == entries(scanned(tape), table)
+
+
+def test_tokens_are_the_same_before_and_after_rollups_are_counted(tmp_path: Path) -> None:
+    tape = extended(tmp_path / "a")
+    before = [sequence.tokens.values.tolist() for sequence in tape]
+    assert all(before)
+    rollups = tape.rollups()
+    assert [sequence.tokens.values.tolist() for sequence in tape] == before
+    assert tape.rollups().equals(rollups)
+
+
+def test_a_scan_that_fails_does_not_lose_what_the_seal_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tape = extended(tmp_path / "a")
+    expected = entries(scanned(tape), "tokens")
+
+    def fails(*_: object) -> None:
+        raise DamagedShardError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "_scan", fails)
+        with pytest.raises(DamagedShardError):
+            tape.index.entries("tokens")
+    assert entries(tape.index, "tokens") == expected
+
+
 def test_rows_are_grouped_by_key_whatever_characters_it_has(tmp_path: Path) -> None:
     keys = [("a b", "c", 1, 0), ("a", "b c", 1, 0), ("a b", "c", 1, 1), ("", "\x00", 11, 0),
             ("\x00", "", 1, 10), ("a b", "c", 1, 0)]  # fmt: skip

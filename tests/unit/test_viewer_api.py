@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolltape.store import NotATapeError, TapeWriter, seal
+from rolltape.store import NotATapeError, TapeWriter, create_report, seal
 from rolltape.store.schema import TOKEN_STATES
 from rolltape.viewer import make_app
 from rolltape.viewer.library import LOOK_EVERY, Library
@@ -266,6 +266,32 @@ def test_gaps_and_hook_errors_are_told_in_words(tmp_path: Path) -> None:
 def test_all_masked_says_so(tmp_path: Path) -> None:
     scene = build(tmp_path, cases=[c for c in make_cases() if c.name == "0-1.2"])
     assert "All tokens are masked" in _titles(Api(scene.a, scene.b, scene.report).overview())
+
+
+def test_a_run_opens_with_the_newest_report_against_a_trainer(tmp_path: Path) -> None:
+    sides = {"a": {"uuid": "f" * 32, "role": "rollout"}}
+    for name, role in (("first", "trainer"), ("score", "trainer"), ("self", "rollout")):
+        summary = {**sides, "b": {"uuid": name, "role": role}, "verdict": "divergent"}
+        create_report(tmp_path / name, summary=summary)
+    answer = Api(tmp_path).get("/api/runs")
+    (run,) = answer["runs"]
+    names = {report["id"]: report["name"] for report in run["reports"]}
+    assert [names[r["id"]] for r in run["reports"]] == ["first", "score", "self"]
+    assert names[run["report"]] == "score"
+
+
+def test_a_sequence_whose_row_is_damaged_is_named_with_the_damage(small: Scene) -> None:
+    (shard,) = (small.a / "sequences").glob("*.arrow")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    shard.write_bytes(bytes(content))
+    api = Api(small.a, small.b, small.report)
+    name = small.id("0-0.1")
+    for path in ((name,), (name, "tokens", "5"), (name, "routing")):
+        answer = api.raw(api.at("seqs", *path))
+        assert answer.status_code == 500
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert shard.name in answer.json()["detail"] and "sequences" in answer.json()["detail"]
 
 
 def test_a_damaged_shard_is_named_and_the_rest_is_served(small: Scene) -> None:

@@ -14,9 +14,11 @@ pytest.importorskip("fastapi", reason="the viewer extra is not installed")
 
 from click.testing import CliRunner
 
-from rolltape.store import UsageError
+from rolltape.store import TapeWriter, UsageError, create_tape
 from rolltape.store import open as open_tape
 from rolltape.store.errors import TapeExistsError
+from rolltape.viewer.answers import Problem
+from rolltape.viewer.causes import Board
 from rolltape.viewer.cli import view
 from rolltape.viewer.export import _key, export, windows
 from rolltape.viewer.library import LOOK_EVERY, Library
@@ -238,6 +240,41 @@ def test_a_link_takes_a_sequence_its_key_or_its_id(scene: Scene) -> None:
         tape.url(tok=5)
     with pytest.raises(UsageError, match="negative"):
         tape.url(first, -1)
+
+
+def test_a_sequence_is_found_whatever_its_name_means_in_a_filter(tmp_path: Path) -> None:
+    cases = make_cases()[:3]
+    for case, name in zip(cases, ["not", "finish:x", "or"], strict=True):
+        case.key_a = case.key_a._replace(request=name)
+    scene = build(tmp_path / "s", cases=cases)
+    names = [case.key_a.id.partition(".")[2] for case in cases]
+    names[2] = cases[2].key_a.id
+    done = export([scene.a], tmp_path / "out", names)
+    assert list(done["sequences"].values()) == [[case.key_a.id for case in cases]]
+
+
+def test_a_sequence_is_found_behind_many_that_contain_its_name(tmp_path: Path) -> None:
+    path = create_tape(tmp_path / "t", role="rollout")
+    with TapeWriter(path) as writer:
+        names = [f"{i:03}-9" for i in range(600)] + ["9"]
+        for engine, request in [("a" * 32, n) for n in names[:-1]] + [("b" * 32, names[-1])]:
+            key = {"engine": engine, "request": request, "sample": 0, "pass": 0}
+            writer.append("sequences", {**key, "prompt_len": 1, "finish": "stop"})
+            writer.append("tokens", {**key, "start": 0, "n": 1, "ids": [[5]]})
+    (only,) = [s.id for s in open_tape(path) if s.key.request == "9"]
+    done = export([path], tmp_path / "out", [only.partition(".")[2]])
+    assert list(done["sequences"].values()) == [[only]]
+
+
+def test_an_answer_that_cannot_be_had_ends_an_export(
+    small: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise Problem(500, "unreadable table", "cannot be read")
+
+    monkeypatch.setattr(Board, "plain", refused)
+    with pytest.raises(UsageError, match="causes: cannot be read"):
+        export([small.a, small.b, small.report], tmp_path / "out", ["0-0.1"])
 
 
 # ---- following ----------------------------------------------------------------------------

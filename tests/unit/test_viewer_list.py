@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltape.replay.report import spark
-from rolltape.store import TapeWriter, seal
+from rolltape.store import TapeWriter, create_tape, seal
 from rolltape.store.columns import Masked
+from rolltape.store.tape import Report
+from rolltape.viewer import library as library_module
 from rolltape.viewer import predicate
 from rolltape.viewer.answers import Problem
 from rolltape.viewer.library import KEPT_PAIRS, LOOK_EVERY, Library
 from rolltape.viewer.listing import COLUMNS, FACET_SECONDS, Listing
+from rolltape.viewer.overview import run_summary
 from rolltape.viewer.views import Views
 from tests.e2e import viewer_data
 from tests.e2e.viewer_client import Api, Json
@@ -34,8 +39,10 @@ VALUES = {
     "y": np.array([5.0, np.nan, 5.0, 1.0, 0.0]),
     "word": pa.array(["Alpha", "beta", None, "al pha", 'q"q']).dictionary_encode(),
     "id": pa.array(["a:1", "b", "c(d)", "and", "e"]),
+    "g": pa.array(["", "null", None, "a", "null"]),
 }
-FIELDS = predicate.Fields("q", ("x", "y"), ("word", "id"), ("word", "id"), VALUES.__getitem__)
+TEXTS = ("word", "id", "g")
+FIELDS = predicate.Fields("q", ("x", "y"), TEXTS, ("word", "id"), VALUES.__getitem__)
 
 
 def kept(text: str) -> list[int]:
@@ -64,7 +71,21 @@ def kept(text: str) -> list[int]:
         ("x == 1", [1]),
         ("word = Alpha", [0]),
         ('word = "al pha"', [3]),
-        ("word != beta", [0, 2, 3, 4]),
+        ("word != beta", [0, 3, 4]),
+        ("not word = beta", [0, 2, 3, 4]),
+        ("word != null", [0, 1, 3, 4]),
+        ('word = ""', []),
+        ('word:""', [0, 1, 3, 4]),
+        ('g = ""', [0]),
+        ('g != ""', [1, 3, 4]),
+        ("g = null", [2]),
+        ('g = "null"', [1, 4]),
+        ('g != "null"', [0, 3]),
+        ('not g = "null"', [0, 2, 3]),
+        ("g != null", [0, 1, 3, 4]),
+        ('g:""', [0, 1, 3, 4]),
+        ("beta " * predicate.MAX_CONDITIONS, [1]),
+        ("or ".join(["beta "] * predicate.MAX_CONDITIONS), [1]),
         ("word = null", [2]),
         ("word:AL", [0, 3]),
         ('word = "q\\"q"', [4]),
@@ -96,6 +117,10 @@ def test_a_filter_keeps_what_it_says(text: str, rows: list[int]) -> None:
         ('x = 1 "no end', 6, "does not end"),
         ("not " * 50 + "x > 1", 4 * predicate.MAX_DEPTH, "nested more than"),
         ("(" * 60 + "x > 1" + ")" * 60, predicate.MAX_DEPTH, "nested more than"),
+        ("a " * 1500, 2 * predicate.MAX_CONDITIONS, "more than 256 words and conditions"),
+        ("a or " * 800 + "a", 5 * predicate.MAX_CONDITIONS, "more than 256 words and conditions"),
+        ("x>1 " * 1000, 4 * predicate.MAX_CONDITIONS, "more than 256 words and conditions"),
+        ('x = "null"', 0, "needs a number"),
     ],
 )
 def test_what_is_wrong_with_a_filter_is_named_with_its_place(
@@ -262,6 +287,19 @@ def test_the_list_as_arrow_and_as_csv(api: Api) -> None:
     assert api.fails(400, api.at("seqs"), format="xlsx")["field"] == "format"
 
 
+def test_csv_of_the_list_gives_a_spreadsheet_no_formula(tmp_path: Path) -> None:
+    cases = make_cases()[:2]
+    cases[0].group, cases[1].group = "=HYPERLINK(1)", "@x"
+    scene = build(tmp_path, cases=cases)
+    api = Api(scene.a, scene.b, scene.report)
+    answer = api.raw(api.at("seqs"), format="csv")
+    found = pyarrow.csv.read_csv(io.BytesIO(answer.content))
+    assert sorted(found.column("group").to_pylist()) == ["'=HYPERLINK(1)", "'@x"]
+    assert sorted(row["group"] for row in api.rows()) == ["=HYPERLINK(1)", "@x"]
+    numbers = [row["k1"] for row in api.rows()]
+    assert found.column("k1").to_pylist() == pytest.approx(numbers)  # a negative number is one
+
+
 # ---- what is kept -------------------------------------------------------------------------
 
 
@@ -303,6 +341,22 @@ def test_a_tag_changes_when_damage_is_found(small: Scene) -> None:
     assert views.answer(Request(get), pair, dict).headers["etag"] == found["etag"]
 
 
+def test_a_tag_changes_when_the_tape_becomes_side_b_of_a_report(small: Scene) -> None:
+    for path in (small.a, small.b, small.report):
+        seal(path)
+    alone, both = Library([small.a, small.b]), Library([small.a, small.b, small.report])
+    get = {"type": "http", "path": "/x", "query_string": b"", "headers": []}
+    tags = []
+    for library in (alone, both):
+        views = Views(library)
+        (run,) = (r.id for r in library.runs() if r.name == small.b.name)
+        pair = views.pair(run, None)
+        answer = views.answer(Request(get), pair, partial(run_summary, pair))
+        tags.append(answer.headers["etag"])
+        assert json.loads(answer.body)["as_b"] == len(tags) - 1
+    assert tags[0] != tags[1]
+
+
 def test_a_run_that_grows_has_the_tag_of_its_answer(tmp_path: Path) -> None:
     scene = build(tmp_path, cases=make_cases()[:2], sealed=False)
     api = Api(scene.a)
@@ -326,3 +380,67 @@ def test_pairs_that_nobody_looks_at_are_let_go(tmp_path: Path) -> None:
     assert again is not first and again.tape is not first.tape
     assert len(views._listings) <= KEPT_PAIRS
     assert views.page(again, sort=None, query=None, limit=10, after=None) == before
+
+
+@pytest.mark.parametrize("gone", ["report", "b"])
+def test_what_is_removed_while_served_is_told_and_the_others_are_served(
+    tmp_path: Path, gone: str
+) -> None:
+    scenes = [build(tmp_path / str(i), cases=make_cases()[:2]) for i in range(KEPT_PAIRS + 1)]
+    library = Library([path for s in scenes for path in (s.a, s.b, s.report)])
+    views = Views(library)
+    runs = [run.id for run in library.runs() if run.reports]
+    first = views.pair(runs[0], None)
+    views.page(first, sort=None, query=None, limit=10, after=None)
+    removed = scenes[0].report if gone == "report" else scenes[0].b
+    shutil.rmtree(removed)
+    for run in (*runs[1:], *runs[1:]):  # the first is dropped on the way
+        pair = views.pair(run, None)
+        assert views.page(pair, sort=None, query=None, limit=10, after=None)["rows"]
+    assert first not in views._listings
+    assert [failure.path for failure in library.failures] == [str(removed)]
+    assert views.runs()["failures"][0]["path"] == str(removed)
+    again = views.pair(runs[0], None)
+    assert (again.report is None) == (gone == "report")
+    assert again.b is None  # a report says which tape it is
+
+
+def test_a_tape_that_is_written_and_removed_is_told_and_opened_when_it_is_there_again(
+    tmp_path: Path,
+) -> None:
+    live = build(tmp_path / "live", cases=make_cases()[:1], sealed=False)
+    other = build(tmp_path / "other", cases=make_cases()[:2])
+    now = [0.0]
+    library = Library([live.a, other.a], clock=lambda: now[0])
+    views = Views(library)
+    runs = {run.tape.path: run.id for run in library.runs() if run.tape is not None}
+    shutil.move(live.a, tmp_path / "away")
+    now[0] += LOOK_EVERY
+    assert views.pair(runs[other.a], None).run.id == runs[other.a]
+    assert [run.id for run in library.runs()] == [runs[other.a]]
+    assert [failure.path for failure in library.failures] == [str(live.a)]
+    shutil.move(tmp_path / "away", live.a)
+    now[0] += LOOK_EVERY
+    assert views.pair(runs[live.a], None).tape is not None
+    assert library.failures == []
+
+
+def test_what_belongs_to_what_is_found_out_once(
+    small: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = 30
+    for i in range(many):
+        create_tape(tmp_path / "many" / f"{i:02}", role="rollout")
+    library = Library([small.a, small.b, small.report, tmp_path / "many"])
+    views, side = Views(library), library_module._side
+    asked: list[str] = []
+
+    def counted(report: Report, name: str) -> str | None:
+        asked.append(name)
+        return side(report, name)
+
+    monkeypatch.setattr(library_module, "_side", counted)
+    assert len(views.runs()["runs"]) == many + 2
+    assert len(asked) <= 3  # there is one report
+    views.runs()
+    assert len(asked) <= 4

@@ -106,6 +106,28 @@ def test_damage_is_told_in_the_summary(small: Scene) -> None:
     assert summary["matched"] == len(rows) == 1
 
 
+def test_damage_is_told_by_every_scan(small: Scene) -> None:
+    (shard,) = (small.report / "tokens").iterdir()
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    shard.write_bytes(data)
+    api = Api(small.a, small.report)
+    for _ in range(3):
+        _, summary = lines(api, "position >= 0")
+        assert summary["scanned"] == 0
+        (told,) = summary["damaged"]
+        assert f"tokens/{shard.name}" in told
+
+
+def test_damage_of_other_tables_is_not_that_of_a_scan(small: Scene) -> None:
+    library = Library([small.a, small.report])
+    report = library.pair(library.runs()[0].id, None).report
+    assert report is not None
+    report.note(f"{report.place}/sequences/x.arrow: damaged")
+    told = list(scan(report, read_condition("position >= 0"), limit=1, lock=library.lock))
+    assert json.loads(told[-1])["damaged"] == []
+
+
 def test_the_lock_is_free_between_two_batches_and_a_scan_can_be_left(small: Scene) -> None:
     for i in range(3):
         with TapeWriter(small.report) as writer:

@@ -401,9 +401,11 @@ def test_csv_gives_a_spreadsheet_no_formula(tmp_path: Path) -> None:
     path = create_tape(tmp_path / "t", role="rollout")
     with TapeWriter(path) as writer:
         writer.append("steps", {"engine": ONE, "step": 0, "t_ns": 1, "graph": "=1+1"})
+        writer.append("steps", {"engine": "@SUM(1)", "step": 0, "t_ns": 2, "graph": "x"})
     api = Api(path)
-    (row,) = csv.DictReader(io.StringIO(api.raw(api.at("timeline"), format="csv").text))
-    assert row["graph"] == "'=1+1"
+    rows = list(csv.DictReader(io.StringIO(api.raw(api.at("timeline"), format="csv").text)))
+    assert {row["graph"] for row in rows} == {"'=1+1", "x"}
+    assert {row["engine"] for row in rows} == {ONE, "'@SUM(1)"}
 
 
 def test_a_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

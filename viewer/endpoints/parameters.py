@@ -10,7 +10,7 @@ from fastapi import Query, Request
 
 from rolltape.viewer.answers import bad_parameter
 
-#: Which report; without it, the newest.
+#: Which report; without it, the one that the run opens with.
 ReportId = Annotated[str | None, Query(alias="rep", max_length=256)]
 
 

@@ -18,7 +18,7 @@ export async function open({ state, main, signal }) {
     h('h1', {}, 'Findings and causes'),
     notices(data.notices, { brief: true }),
     lead(data, state),
-    data.unused.length ? h('details', {}, h('summary', {}, `${plural(data.unused.length, 'pair')} of replays not used: more than one thing differs`),
+    data.unused.length ? h('details', {}, h('summary', {}, `${plural(data.unused.length, 'pair')} of replays not used`),
       h('ul', {}, data.unused.map((text) => h('li', {}, text)))) : null,
     rows,
     h('details', { id: 'method' }, h('summary', {}, 'How states are decided'), h('p', {}, data.method),

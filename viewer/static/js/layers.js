@@ -18,6 +18,8 @@ import { makeTexts } from './texts.js';
 const STATE_WORDS = { missing: 'not recorded, or not compared', equal: 'bitwise equal', not_measured: 'not known from sketches', not_finite: 'not finite' };
 const HATCHED = { 0: ['/', 'hatch'], 2: ['.', 'dim'], 3: ['x', 'ground'] };
 
+const ONLY_OUTPUTS = 'no tensor within this layer was recorded; replay --sites keeps them';
+
 export async function open({ state, main, signal }) {
   const path = (...rest) => runPath(state, 'seqs', state.seq, ...rest);
   const info = await getJson(path('layers'), scope(state), signal);
@@ -360,8 +362,11 @@ class Page {
   }
 
   toggle(row) {
-    const { layer, toggle } = this.rows[row];
-    if (!toggle) return;
+    if (!this.rows[row] || !this.rows[row].toggle) {
+      say(ONLY_OUTPUTS);
+      return;
+    }
+    const { layer } = this.rows[row];
     const every = new Set(this.rows.filter((r) => r.toggle).map((r) => r.layer));
     const open_ = this.view.open === 'all' ? every : new Set(this.view.open);
     if (!open_.delete(layer)) open_.add(layer);
@@ -369,6 +374,10 @@ class Page {
   }
 
   toggleAll() {
+    if (!this.rows.some((r) => r.toggle)) {
+      say(ONLY_OUTPUTS);
+      return;
+    }
     this.set({ open: this.view.open === 'all' ? null : 'all' });
   }
 

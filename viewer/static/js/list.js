@@ -87,7 +87,7 @@ function facets(state, data) {
     const facet = data.facets[name];
     const column = COLUMNS.find((c) => c.name === name).text;
     return h('li', {}, h('span', { class: 'hint' }, `${column}: `), facet.values.map(([value, n]) => {
-      const word = `${name}=${value}`;
+      const word = `${name}=${value === 'null' ? '"null"' : value}`;
       if (value === null || chosen.includes(word) || /\s/.test(String(value))) return h('span', { class: 'chip' }, value === null ? 'none' : String(value), ' ', h('b', {}, count(n)));
       return h('a', { class: 'chip', href: to([...chosen, word]) }, String(value), ' ', h('b', {}, count(n)));
     }), facet.more ? h('span', { class: 'hint' }, `and ${count(facet.more)} more values`) : null, facet.timed_out ? h('span', { class: 'hint' }, ' not all rows were counted') : null);
@@ -95,7 +95,7 @@ function facets(state, data) {
   const query = new URLSearchParams({ ...scope(state, ['rep', 'sort', 'q']) });
   const save = (format) => h('a', { href: `${runPath(state, 'seqs')}?${query}&format=${format}`, download: `sequences.${format}` }, format.toUpperCase());
   return h('div', { class: 'facets' }, chips.length ? h('p', {}, chips) : null, rows.length ? h('ul', {}, rows) : null,
-    data.rows.length ? h('p', { class: 'hint' }, `${data.matched > EXPORTED ? `The first ${count(EXPORTED)}` : 'All'} matching rows as `, save('csv'), ' or ', save('arrow')) : null);
+    data.rows.length && !document.querySelector('meta[name=rolltape-screens]') ? h('p', { class: 'hint' }, `${data.matched > EXPORTED ? `The first ${count(EXPORTED)}` : 'All'} matching rows as `, save('csv'), ' or ', save('arrow')) : null);
 }
 
 /** The largest |delta| along a sequence, on one fixed scale for all of them. */
@@ -120,7 +120,8 @@ function wrong(state, problem) {
 
 function body(state, data) {
   if (!data.total) {
-    return notice({ level: 'info', title: 'No sequences', text: 'The tape holds no sequence yet. A recording shows here as soon as its first request begins.' });
+    const text = data.run.sealed ? 'The tape is sealed and holds no sequence: no request of an engine was recorded. rolltape doctor says what would be recorded here, and what not and why.' : 'The tape holds no sequence yet. A recording shows here as soon as its first request begins.';
+    return notice({ level: 'info', title: 'No sequences', text });
   }
   if (!data.rows.length) {
     return notice({

@@ -5,7 +5,7 @@ import { byId, h, put } from './dom.js';
 import { reader } from './keys.js';
 import { notice } from './notices.js';
 import { current, format, link, onChange, replace } from './route.js';
-import { copyLink, drawHeader, drawRail, drawStatus, drawTabs, setHidden, showHelp } from './shell.js';
+import { copyLink, drawHeader, drawRail, drawStatus, drawTabs, unsay, setHidden, showHelp } from './shell.js';
 import { toggle } from './theme.js';
 
 // a screen is fetched when it is first looked at
@@ -148,9 +148,12 @@ async function look(state) {
     const found = await getJson('api/runs', {}, abort.signal);
     const names = (answer) => JSON.stringify(answer.runs.map((r) => [r.id, r.reports.map((p) => p.id)]));
     if (names(found) === names(runs)) return;
+    const of = (answer) => JSON.stringify(answer.runs.filter((r) => r.id === state.run));
+    const here = of(found) !== of(runs);
     runs = found;
     decorate(state);
-    if (state.screen === 'home') reopen();
+    if (state.screen === 'home' || (here && !screen.grown)) reopen();
+    else if (here) screen.grown(() => reopen());
   } catch (error) {
     if (error instanceof ServerGone) showGone();
     else if (error.name !== 'AbortError') drawStatus();
@@ -187,6 +190,7 @@ addEventListener('keydown', (event) => {
   const [name, number] = key.startsWith('go ') ? ['go', Number(key.slice(3))] : [key];
   if (actions[name]) {
     event.preventDefault();
+    unsay();
     actions[name](number);
   }
 });

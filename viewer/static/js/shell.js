@@ -18,6 +18,12 @@ export function say(text) {
   drawStatus();
 }
 
+/** What was said is over: the reader went on. */
+export function unsay() {
+  note = '';
+  drawStatus();
+}
+
 /** For screen readers only. */
 export function whisper(text) {
   byId('live').textContent = text;
@@ -111,7 +117,8 @@ export function showHelp() {
   const box = h('input', { type: 'checkbox', id: 'single', checked: enabled() || null, on: { change: (e) => setEnabled(e.target.checked) } });
   put(
     dialog,
-    h('h2', { id: 'help-title' }, 'Keys'),
+    // a dialog gives the focus to its first control, here the last thing to read
+    h('h2', { id: 'help-title', tabindex: -1, autofocus: true }, 'Keys'),
     h('div', { class: 'help' }, HELP.map(([title, rows]) =>
       h('table', {}, h('caption', {}, title), h('tbody', {}, rows.map(([key, what]) =>
         h('tr', {}, h('th', { scope: 'row' }, h('kbd', {}, key)), h('td', {}, what))))))),

@@ -183,7 +183,7 @@ function digests(data, state, version) {
 }
 
 function against({ against_b: b }) {
-  const words = { match: 'the same weights', mismatch: 'other weights', inconclusive: 'no digest can be compared', 'not-run': 'not compared' };
+  const words = { match: 'the same weights', mismatch: 'other weights', inconclusive: 'not everything can be compared', 'not-run': 'not compared' };
   const verdict = h('p', {}, h('strong', { class: `verdict v-${{ match: 'identical', mismatch: 'divergent' }[b.state] || b.state}` }, `${b.state}: ${words[b.state]}`), b.reason ? `: ${b.reason}` : '',
     b.paired_by ? h('span', { class: 'hint' }, ` \u00b7 versions paired by their ${b.paired_by}; ${Object.entries(b.counts).map(([k, n]) => `${count(n)} ${k}`).join(', ')}`) : null);
   const shown = b.mismatches.length ? [...b.mismatches, ...b.rows.filter((r) => r.result !== 'mismatch')] : b.rows;
