@@ -24,7 +24,14 @@ from rolltape.store.routes import Routes
 from rolltape.store.schema import REPORT_TABLES, TAPE_TABLES
 from rolltape.store.sequences import Sequence, Tape, open_tape
 from rolltape.store.shards import list_shards
-from rolltape.store.tape import Report, kind_of, open_report, seal_problems
+from rolltape.store.tape import (
+    REPORT_HEADER,
+    TAPE_HEADER,
+    Report,
+    kind_of,
+    open_report,
+    seal_problems,
+)
 from rolltape.viewer.answers import unknown
 from rolltape.viewer.vocabulary import Vocabulary, load_vocabulary
 
@@ -290,6 +297,7 @@ class _Opened:
     folder: Tape | Report
     look: tuple[Any, ...] = ()
     looked: float = field(default=0.0)
+    header: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -382,6 +390,8 @@ class Library:
         Without `follow` only what was open before, and could not be read meanwhile.
         """
         before = len(self._opened)
+        if self.follow:
+            self._drop_replaced()
         for path in self._paths:
             for folder in _find(path) if path.is_dir() else ():
                 if folder in self._seen or not (self.follow or folder in self._lost):
@@ -392,6 +402,15 @@ class Library:
         self._forget_failed()
         if len(self._opened) != before:
             self._changed()
+
+    def _drop_replaced(self) -> None:
+        """Another tape or report may stand where one stood: it is opened as what it is."""
+        for uuid, opened in list(self._opened.items()):
+            header = _header(opened.path)
+            if header and header != opened.header:
+                del self._opened[uuid]
+                self._seen.discard(opened.path)
+                self._changed()
 
     def _forget_failed(self) -> None:
         """What could not be opened may be whole next time."""
@@ -526,7 +545,7 @@ class Library:
                 self.failures.append(Failure(str(path), message))
             return
         look = _look(path) if isinstance(folder, Tape) and folder.seal is None else ()
-        self._opened[folder.uuid] = _Opened(path, folder, look, self._clock())
+        self._opened[folder.uuid] = _Opened(path, folder, look, self._clock(), _header(path))
         self._lost.discard(path)
         self._made = None
 
@@ -580,6 +599,15 @@ def _look(path: Path) -> tuple[Any, ...]:
             with suppress(FileNotFoundError):  # a live shard is renamed when it is finished
                 seen.append((table.name, shard.name, shard.stat().st_size))
     return tuple(seen)
+
+
+def _header(path: Path) -> tuple[int, ...]:
+    """Which file the header is; empty when there is none. A header is written once."""
+    for name in (TAPE_HEADER, REPORT_HEADER):
+        with suppress(FileNotFoundError):
+            found = (path / name).stat()
+            return found.st_ino, found.st_mtime_ns, found.st_size
+    return ()
 
 
 def _fact(report: Report, side: str, name: str) -> str | None:

@@ -316,6 +316,23 @@ def test_with_follow_new_tapes_and_reports_appear(small: Scene, tmp_path: Path) 
     assert names(still) == []  # without follow nothing new is opened
 
 
+def test_with_follow_another_tape_at_the_same_path_is_that_tape(
+    small: Scene, tmp_path: Path
+) -> None:
+    folder = tmp_path / "watched"
+    shutil.copytree(small.a, folder / "a")
+    clock = Clock()
+    library = Library([folder], follow=True, clock=clock)
+    (first,) = library.runs()
+    shutil.rmtree(folder / "a")
+    shutil.copytree(small.b, folder / "a")
+    clock.now += LOOK_EVERY
+    library.refresh()
+    (second,) = library.runs()
+    assert second.id != first.id
+    assert second.tape is not None and second.tape.role == "trainer"
+
+
 def test_a_folder_that_cannot_be_opened_yet_is_tried_again(small: Scene, tmp_path: Path) -> None:
     folder = tmp_path / "watched"
     shutil.copytree(small.a, folder / "a")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import Query, Request
 
-from rolltape.viewer.answers import bad_parameter
+from rolltape.store.sequences import Tape
+from rolltape.viewer.answers import bad_parameter, unknown
+from rolltape.viewer.library import Pair
 
 #: Which report; without it, the one that the run opens with.
 ReportId = Annotated[str | None, Query(alias="rep", max_length=256)]
@@ -69,3 +72,16 @@ def _fits(text: str, limit: float) -> bool:
     except ValueError:
         return True  # what it is instead, if it is anything, the endpoint's type says
     return abs(value) <= limit  # NaN is not
+
+
+def open_tape_of(pair: Pair) -> Tape:
+    """The tape itself, for what no report holds.
+
+    Raises:
+        Problem: 404, it is not open; with the command that opens it.
+    """
+    if pair.tape is None:
+        paths = [str(pair.side("a").get("path") or "TAPE_A"), str(pair.report and pair.report.path)]
+        command = shlex.join(["rolltape", "view", *paths])
+        raise unknown("tape", pair.run.name, f"only its report is open: {command} opens both")
+    return pair.tape

@@ -8,10 +8,8 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import Response
 
-from rolltape.store.sequences import Tape
-from rolltape.viewer.answers import Problem, bad_parameter, unknown
-from rolltape.viewer.endpoints.parameters import ReportId, media
-from rolltape.viewer.library import Pair
+from rolltape.viewer.answers import Problem, bad_parameter
+from rolltape.viewer.endpoints.parameters import ReportId, media, open_tape_of
 from rolltape.viewer.rows import step_detail
 from rolltape.viewer.tactics import tactics
 from rolltape.viewer.timeline import MAX_SPANS, exported, timeline
@@ -55,7 +53,7 @@ def router(views: Views) -> APIRouter:
         names = lanes.split(",") if lanes else None
         with lock:
             pair = views.pair(run, rep)
-            tape = _tape(pair)
+            tape = open_tape_of(pair)
             if format != "json":
                 name = "timeline.csv" if format == "csv" else "timeline.json"
                 media_type = "text/csv" if format == "csv" else "application/json"
@@ -82,7 +80,7 @@ def router(views: Views) -> APIRouter:
     ) -> Response:
         with lock:
             pair = views.pair(run, rep)
-            tape = _tape(pair)
+            tape = open_tape_of(pair)
             return views.answer(request, pair, lambda: step_detail(tape, engine, step))
 
     @api.get("/tactics")
@@ -101,10 +99,3 @@ def router(views: Views) -> APIRouter:
             )
 
     return api
-
-
-def _tape(pair: Pair) -> Tape:
-    if pair.tape is None:
-        hint = "the tape of this report is not open; start the viewer with it as well"
-        raise unknown("tape", pair.run.name, hint)
-    return pair.tape

@@ -8,8 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from rolltape.viewer.answers import unknown
-from rolltape.viewer.endpoints.parameters import ReportId
+from rolltape.viewer.endpoints.parameters import ReportId, open_tape_of
 from rolltape.viewer.views import Views
 from rolltape.viewer.weights import weights
 
@@ -27,10 +26,7 @@ def router(views: Views) -> APIRouter:
     ) -> Response:
         with views.library.lock:
             pair = views.pair(run, rep)
-            if pair.tape is None:
-                hint = "the tape of this report is not open; start the viewer with it as well"
-                raise unknown("tape", pair.run.name, hint)
-            tape = pair.tape
+            tape = open_tape_of(pair)
 
             def found() -> tuple[bytes, dict[str, str]]:
                 answer = weights(pair, tape, version) | {"problems": pair.problems}
