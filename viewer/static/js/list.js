@@ -166,7 +166,7 @@ function line(state, row) {
   return h('tr', { on: { click: press } },
     h('th', { scope: 'row', class: 'mono' }, h('a', { href: open, 'data-row': row.id, on: { focus: () => remember(row.id) } }, row.id)),
     h('td', {}, spark(row.spark)),
-    h('td', { class: 'mono' }, row.group ?? NONE),
+    h('td', { class: 'mono group', title: row.group }, row.group ?? NONE),
     h('td', {}, row.finish ?? NONE),
     num(count(row.prompt_len)), num(count(row.response_len)), num(weights),
     num(short(row.mean_abs)),
