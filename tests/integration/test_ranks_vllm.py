@@ -98,7 +98,7 @@ def test_two_ranks_are_one_and_a_fault_of_one_rank_is_found(tmp_path: Path) -> N
     assert before.isdisjoint(d["site"] for d in found)
 
 
-@pytest.mark.parametrize("family", ["olmoe", "glm4_moe", "deepseek_v3", "mixtral", "qwen2"])
+@pytest.mark.parametrize("family", ["olmoe", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen2"])
 def test_two_ranks_of_the_family_are_as_transformers(family: str, tmp_path: Path) -> None:
     model = random_model(family)
     model.save_pretrained(tmp_path / "model")

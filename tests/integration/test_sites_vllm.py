@@ -129,13 +129,16 @@ def compare(model: Any, engine: dict[str, Any], sites: set[str]) -> None:
 
 
 def owners(forward: dict[str, Any], tokens: list[list[int]]) -> list[int]:
-    pairs = zip(forward["positions"].tolist(), forward["tokens"].tolist(), strict=True)
+    """The request of each row: that of the row before where it goes on, else one not yet seen."""
     found: list[int] = []
+    before = -1
+    pairs = zip(forward["positions"].tolist(), forward["tokens"].tolist(), strict=True)
     for position, token in pairs:
         fitting = [i for i, ids in enumerate(tokens) if ids[position : position + 1] == [token]]
-        follows = [i for i in fitting if found and i == found[-1] and position]
+        follows = [i for i in fitting if found and i == found[-1] and position == before + 1]
         new = [i for i in fitting if i not in found]
         found.append((follows or new)[0])
+        before = position
     return found
 
 
