@@ -402,6 +402,15 @@ raise SystemExit(9)
 """
 
 
+@pytest.fixture
+def hangup_is_heard() -> Iterator[None]:
+    """Under nohup SIGHUP is ignored, by us and by all that we start."""
+    old = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, old)
+
+
+@pytest.mark.usefixtures("hangup_is_heard")
 def test_termination_and_user_signals_reach_the_command(job: Jobs) -> None:
     with job.start("--", job.script(COUNTS)) as process:
         assert process.stdout is not None
