@@ -146,6 +146,24 @@ def _bits(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values, np.float32).view(np.uint32)
 
 
+def next_of(found: np.ndarray, start: int, *, back: bool) -> dict[str, int | None]:
+    """The next of some positions after `start`, or before it, with its rank and how many there are.
+
+    Args:
+        found: int [m], ascending.
+        start: where the reader is.
+        back: look before it.
+    """
+    at = int(np.searchsorted(found, start, side="left" if back else "right"))
+    index = at - 1 if back else at
+    there = 0 <= index < len(found)
+    return {
+        "position": int(found[index]) if there else None,
+        "rank": index + 1 if there else None,
+        "of": len(found),
+    }
+
+
 def minimap(columns: Columns) -> dict[str, object]:
     """At most 1,024 buckets over the sequence: max |delta| and what else lies in each.
 

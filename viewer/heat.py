@@ -326,17 +326,3 @@ def heat(
     states[value] = scale.codes(best[value])
     arrays = {"codes": states, "scale": scale.table, "starts": positions}
     return encode(arrays, metadata=metadata)
-
-
-def checked_window(n: int, start: int, end: int | None) -> tuple[int, int]:
-    """A range of positions from the address; None is up to the end.
-
-    Raises:
-        Problem: 400, it is not within the sequence.
-    """
-    stop = n if end is None else end
-    if not 0 <= start <= n:
-        raise bad_parameter("start", f"0 to {n}")
-    if not start <= stop <= n:
-        raise bad_parameter("end", f"{start} to {n}")
-    return start, stop

@@ -15,11 +15,10 @@ from rolltape.store.routes import Routes
 from rolltape.store.sequences import Sequence
 from rolltape.viewer.agreement import EDGES, RULES, STATES, Both, align, compare, margin_histogram
 from rolltape.viewer.arrays import encode
+from rolltape.viewer.columns import MAX_WINDOW
 from rolltape.viewer.detail import float_text
 from rolltape.viewer.heat import bin_starts
 from rolltape.viewer.library import Pair
-
-MAX_WINDOW = 4096
 
 
 @dataclass(frozen=True)

@@ -165,18 +165,6 @@ class Views:
         }
         return answer | self._around(pair)
 
-    def over(self, columns: Columns, threshold: float, start: int, *, back: bool) -> dict[str, Any]:
-        """The next position after `start`, or before it, that is over a threshold."""
-        found = columns.over(threshold)
-        at = int(np.searchsorted(found, start, side="left" if back else "right"))
-        index = at - 1 if back else at
-        there = 0 <= index < len(found)
-        return {
-            "position": int(found[index]) if there else None,
-            "rank": index + 1 if there else None,
-            "of": len(found),
-        }
-
 
 def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
     if key in cache:

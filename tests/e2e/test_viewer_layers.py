@@ -195,6 +195,23 @@ def test_numbers_of_a_token_and_lacking_sites_stand_in_tables(tab: Tab, scene: S
     expect(page.locator("#lacking")).to_contain_text("Side B only: layers.3.mlp")
 
 
+@pytest.mark.parametrize("screen", [layers, routing])
+def test_the_map_is_drawn_anew_in_the_other_theme(
+    tab: Tab, scene: Scene, screen: Callable[..., Page]
+) -> None:
+    page = screen(tab, scene, "0-0.1", "?tok=71")
+    picture = "() => document.querySelector('canvas.grid').toDataURL()"
+    before = page.evaluate(picture)
+    page.keyboard.press("t")
+    page.wait_for_function(
+        "before => document.querySelector('canvas.grid').toDataURL() !== before", arg=before
+    )
+    page.keyboard.press("t")
+    page.wait_for_function(
+        "before => document.querySelector('canvas.grid').toDataURL() === before", arg=before
+    )
+
+
 def test_no_layers_of_this_sequence(tab: Tab, scene: Scene) -> None:
     page = layers(tab, scene, "0-0.0")
     expect(page.locator(".notice")).to_contain_text("No layers of this sequence")

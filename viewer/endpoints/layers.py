@@ -8,12 +8,20 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from rolltape.viewer.answers import Problem, bad_parameter, json_answer, tagged
-from rolltape.viewer.endpoints.parameters import ARRAYS, ReportId, checked
+from rolltape.viewer.answers import bad_parameter, json_answer, tagged
+from rolltape.viewer.columns import MAX_WINDOW
+from rolltape.viewer.endpoints.parameters import (
+    ARRAYS,
+    ReportId,
+    check_position,
+    check_size,
+    checked,
+    checked_window,
+)
 from rolltape.viewer.front import front
-from rolltape.viewer.heat import MAX_BINS, checked_window, extent, heat
+from rolltape.viewer.heat import MAX_BINS, extent, heat
 from rolltape.viewer.layers import layers, token_layers
-from rolltape.viewer.routing import MAX_WINDOW, routing, token_routes
+from rolltape.viewer.routing import routing, token_routes
 from rolltape.viewer.routing_states import routes_info
 from rolltape.viewer.views import Views
 
@@ -38,7 +46,7 @@ def router(views: Views) -> APIRouter:
         with lock:
             pair = views.pair(run, rep)
             n, _ = extent(pair, checked("seq", seq))
-            _check_position(position, n)
+            check_position(position, n)
             return json_answer(request, token_layers(pair, seq, position))
 
     @api.get("/heat", responses=ARRAYS)
@@ -110,9 +118,7 @@ def router(views: Views) -> APIRouter:
             begin, stop = checked_window(
                 n, start, min(n, start + MAX_WINDOW) if end is None else end
             )
-            if stop - begin > MAX_WINDOW:
-                text = f"{stop - begin} positions; at most {MAX_WINDOW} at a time"
-                raise Problem(413, "window too large", text, field="end", limit=MAX_WINDOW)
+            check_size(begin, stop)
             body = routing(pair, seq, start=begin, end=stop, layers=wanted, bins=bins, eps=eps)
         return tagged(request, body, _SAFETENSORS)
 
@@ -123,15 +129,10 @@ def router(views: Views) -> APIRouter:
         with lock:
             pair = views.pair(run, rep)
             n, _ = extent(pair, checked("seq", seq))
-            _check_position(position, n)
+            check_position(position, n)
             return json_answer(request, token_routes(pair, seq, position))
 
     return api
-
-
-def _check_position(position: int, n: int) -> None:
-    if not 0 <= position < n:
-        raise bad_parameter("position", f"the sequence has positions 0 to {n - 1}")
 
 
 def _check_amount(field: str, value: float | None) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 from fastapi import Query, Request
 
 from rolltape.store.sequences import Tape
-from rolltape.viewer.answers import bad_parameter, unknown
+from rolltape.viewer.answers import Problem, bad_parameter, unknown
+from rolltape.viewer.columns import MAX_WINDOW
 from rolltape.viewer.library import Pair
 
 #: Which report; without it, the one that the run opens with.
@@ -85,3 +86,38 @@ def open_tape_of(pair: Pair) -> Tape:
         command = shlex.join(["rolltape", "view", *paths])
         raise unknown("tape", pair.run.name, f"only its report is open: {command} opens both")
     return pair.tape
+
+
+def checked_window(n: int, start: int, end: int | None) -> tuple[int, int]:
+    """A range of positions from the address; None is up to the end.
+
+    Raises:
+        Problem: 400, it is not within the sequence.
+    """
+    stop = n if end is None else end
+    if not 0 <= start <= n:
+        raise bad_parameter("start", f"0 to {n}")
+    if not start <= stop <= n:
+        raise bad_parameter("end", f"{start} to {n}")
+    return start, stop
+
+
+def check_size(start: int, end: int) -> None:
+    """How much of a sequence one answer holds.
+
+    Raises:
+        Problem: 413, more than `MAX_WINDOW` positions.
+    """
+    if end - start > MAX_WINDOW:
+        text = f"{end - start} positions; at most {MAX_WINDOW} at a time"
+        raise Problem(413, "window too large", text, field="end", limit=MAX_WINDOW)
+
+
+def check_position(position: int, n: int) -> None:
+    """A position of a sequence of n.
+
+    Raises:
+        Problem: 400, it has none such.
+    """
+    if not 0 <= position < n:
+        raise bad_parameter("position", f"the sequence has positions 0 to {n - 1}")

@@ -7,10 +7,18 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from rolltape.viewer.answers import Problem, bad_parameter, json_answer
-from rolltape.viewer.columns import MAX_WINDOW, window
+from rolltape.viewer.answers import json_answer
+from rolltape.viewer.columns import next_of, window
 from rolltape.viewer.detail import token_detail
-from rolltape.viewer.endpoints.parameters import ARRAYS, ReportId, checked, media
+from rolltape.viewer.endpoints.parameters import (
+    ARRAYS,
+    ReportId,
+    check_position,
+    check_size,
+    checked,
+    checked_window,
+    media,
+)
 from rolltape.viewer.library import Pair
 from rolltape.viewer.listing import LIMIT, MAX_TABLE
 from rolltape.viewer.views import Views
@@ -68,14 +76,7 @@ def router(views: Views) -> APIRouter:
         rep: ReportId = None,
         cols: str | None = None,
     ) -> Response:
-        if end - start > MAX_WINDOW:
-            raise Problem(
-                413,
-                "window too large",
-                f"{end - start} positions; at most {MAX_WINDOW} at a time",
-                field="end",
-                limit=MAX_WINDOW,
-            )
+        check_size(start, end)
         with lock:
             pair = views.pair(run, rep)
             name = checked("seq", seq)
@@ -83,10 +84,7 @@ def router(views: Views) -> APIRouter:
 
             def make() -> tuple[bytes, dict[str, str]]:
                 columns = views.columns(pair, name)
-                if not 0 <= start <= columns.n:
-                    raise bad_parameter("start", f"0 to {columns.n}")
-                if not start <= end <= columns.n:
-                    raise bad_parameter("end", f"{start} to {columns.n}")
+                checked_window(columns.n, start, end)
                 return window(pair, columns, name, start=start, end=end, names=names), {}
 
             return views.answer_bytes(request, pair, make, "application/x-safetensors")
@@ -101,9 +99,7 @@ def router(views: Views) -> APIRouter:
 
             def make() -> dict[str, Any]:
                 columns = views.columns(pair, name)
-                if not 0 <= position < columns.n:
-                    last = columns.n - 1
-                    raise bad_parameter("position", f"the sequence has positions 0 to {last}")
+                check_position(position, columns.n)
                 return token_detail(pair, name, columns, position)
 
             return views.answer(request, pair, make)
@@ -120,7 +116,7 @@ def router(views: Views) -> APIRouter:
     ) -> Response:
         with lock:
             columns = views.columns(views.pair(run, rep), checked("seq", seq))
-            return json_answer(request, views.over(columns, threshold, start, back=back))
+            return json_answer(request, next_of(columns.over(threshold), start, back=back))
 
     return api
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import numpy as np
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from rolltape.viewer.answers import Problem, bad_parameter, json_answer, tagged
-from rolltape.viewer.columns import MAX_WINDOW
-from rolltape.viewer.endpoints.parameters import ARRAYS, checked
+from rolltape.viewer.answers import json_answer, tagged
+from rolltape.viewer.columns import next_of
+from rolltape.viewer.endpoints.parameters import ARRAYS, check_size, checked, checked_window
 from rolltape.viewer.library import Pair
 from rolltape.viewer.overview import run_summary
 from rolltape.viewer.sides import Sides, info, load_sides, window
@@ -43,20 +42,10 @@ def router(views: Views) -> APIRouter:
     def sides(
         request: Request, run: str, seq: str, a: First, b: Second, start: int, end: int
     ) -> Response:
-        if end - start > MAX_WINDOW:
-            raise Problem(
-                413,
-                "window too large",
-                f"{end - start} positions; at most {MAX_WINDOW} at a time",
-                field="end",
-                limit=MAX_WINDOW,
-            )
+        check_size(start, end)
         with lock:
             _, _, found = both(run, a, b, seq)
-            if not 0 <= start <= found.n:
-                raise bad_parameter("start", f"0 to {found.n}")
-            if not start <= end <= found.n:
-                raise bad_parameter("end", f"{start} to {found.n}")
+            checked_window(found.n, start, end)
             body = window(found, start=start, end=end)
         return tagged(request, body, "application/x-safetensors")
 
@@ -81,17 +70,6 @@ def router(views: Views) -> APIRouter:
     ) -> Response:
         with lock:
             _, _, found = both(run, a, b, seq)
-            return json_answer(request, _next(found.over(show, threshold), start, back=back))
+            return json_answer(request, next_of(found.over(show, threshold), start, back=back))
 
     return api
-
-
-def _next(found: np.ndarray, start: int, *, back: bool) -> dict[str, Any]:
-    at = int(np.searchsorted(found, start, side="left" if back else "right"))
-    index = at - 1 if back else at
-    there = 0 <= index < len(found)
-    return {
-        "position": int(found[index]) if there else None,
-        "rank": index + 1 if there else None,
-        "of": len(found),
-    }

@@ -4,6 +4,7 @@ import { getArrays, getJson, runPath, scope } from './api.js';
 import { css, sequential } from './colour.js';
 import { h, num, put } from './dom.js';
 import { NONE as DASH, count, plural, short } from './format.js';
+import { GridPage } from './gridpage.js';
 import { makeGrid, rgb } from './heat_grid.js';
 import {
   METRICS, NONE, THRESHOLDS, amountValue, binAt, binFront, clipped, nextChange, palette, pan, patternsOf,
@@ -12,7 +13,7 @@ import {
 import { notice } from './notices.js';
 import { current, go, integer, link, replace } from './route.js';
 import { say, whisper } from './shell.js';
-import { onTheme, theme } from './theme.js';
+import { theme } from './theme.js';
 import { makeTexts } from './texts.js';
 
 const STATE_WORDS = { missing: 'not recorded, or not compared', equal: 'bitwise equal', not_measured: 'not known from sketches', not_finite: 'not finite' };
@@ -62,28 +63,16 @@ function thresholdWords(text) {
   return text === 'floor' ? 'the noise floor' : text === '0' ? 'any other bit' : `rel L2 ${text}`;
 }
 
-class Page {
+class Page extends GridPage {
   constructor(state, info, path, signal) {
-    this.base = { run: state.run, seq: state.seq, rep: state.params.get('rep') };
-    this.info = info;
-    this.path = path;
-    this.signal = signal;
+    super(state, info, path, signal);
     this.sites = info.sites.map((s) => s.site);
     this.texts = makeTexts(path, scope(state), signal, info.n);
     this.keys = info.sites.length ? this.makeKeys() : {};
-    this.unthemed = onTheme(() => this.view && this.draw());
   }
 
-  close() {
-    this.unthemed();
-    clearTimeout(this.late);
-    if (this.grid) this.grid.close();
-  }
-
-  update(state) {
-    const same = state.screen === 'layers' && state.run === this.base.run && state.seq === this.base.seq && state.params.get('rep') === this.base.rep;
-    if (same && this.grid) this.follow(state);
-    return same;
+  canDraw() {
+    return Boolean(this.view);
   }
 
   build(main) {
@@ -100,7 +89,7 @@ class Page {
       hover: (row, position) => { this.hovered = row === null || position === null ? null : { row, position }; this.drawReadout(); },
       zoom: (from, to) => this.window(Math.max(0, from), Math.min(to, info.n)),
       toggle: (row) => this.toggle(row),
-      resized: () => { clearTimeout(this.late); this.late = setTimeout(() => this.view && this.follow(current()), 100); },
+      resized: () => this.resized(),
     });
     this.controls = h('div', { class: 'controls' });
     this.legend = h('div', { class: 'legend', 'aria-label': 'Legend' });

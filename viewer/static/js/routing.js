@@ -4,6 +4,7 @@ import { getArrays, getJson, runPath, scope } from './api.js';
 import { bars } from './charts.js';
 import { h, num, put, svg } from './dom.js';
 import { NONE as DASH, count, percent, plural, short } from './format.js';
+import { GridPage } from './gridpage.js';
 import { makeGrid, rgb } from './heat_grid.js';
 import { pan, zoom } from './heat_math.js';
 import { notice } from './notices.js';
@@ -11,7 +12,7 @@ import { current, go, integer, link, replace } from './route.js';
 import { FLIP, MOST, STATES, layerRows, marginsOf, nextFlip, squeeze, totals, windowOf } from './routing_math.js';
 import { say, whisper } from './shell.js';
 import { makeTexts } from './texts.js';
-import { onTheme, theme } from './theme.js';
+import { theme } from './theme.js';
 
 const HATCHED = Object.fromEntries(STATES.flatMap(([, , kind, ink], i) => (kind ? [[i, [kind, ink]]] : [])));
 
@@ -34,27 +35,15 @@ function view(state, info) {
   return { asked, tok, from, to, eps: eps !== null && eps !== '' && Number(eps) >= 0 ? eps : null, layer: layer ? Number(layer[0]) : null };
 }
 
-class Page {
+class Page extends GridPage {
   constructor(state, info, path, signal) {
-    this.base = { run: state.run, seq: state.seq, rep: state.params.get('rep') };
-    this.info = info;
-    this.path = path;
-    this.signal = signal;
+    super(state, info, path, signal);
     this.texts = makeTexts(path, scope(state), signal, info.n);
     this.keys = info.comparable ? this.makeKeys() : {};
-    this.unthemed = onTheme(() => this.tile && this.draw());
   }
 
-  close() {
-    this.unthemed();
-    clearTimeout(this.late);
-    if (this.grid) this.grid.close();
-  }
-
-  update(state) {
-    const same = state.screen === 'routing' && state.run === this.base.run && state.seq === this.base.seq && state.params.get('rep') === this.base.rep;
-    if (same && this.grid) this.follow(state);
-    return same;
+  canDraw() {
+    return Boolean(this.tile);
   }
 
   build(main) {
@@ -70,7 +59,7 @@ class Page {
       open: (position) => go(link(current(), { screen: 'seq', params: { tok: position } })),
       hover: (row, position) => { this.hovered = row === null || position === null ? null : { row, position }; this.drawReadout(); },
       zoom: (from, to) => this.window(Math.max(0, from), Math.min(to, info.n)),
-      resized: () => { clearTimeout(this.late); this.late = setTimeout(() => this.view && this.follow(current()), 100); },
+      resized: () => this.resized(),
     });
     this.lead = h('p', { class: 'frontline', id: 'routing-lead' });
     this.rule = h('p', { class: 'hint', id: 'routing-rule' });
