@@ -38,6 +38,11 @@ class RouteBuffer:
 
         return write
 
+    def clear(self) -> None:
+        """Forget what was written."""
+        with torch.inference_mode():
+            self.ids.fill_(-1)
+
     def take(self, tokens: int) -> torch.Tensor:
         """The first rows [tokens, layers, k] as a copy; the buffer is empty afterwards."""
         with torch.inference_mode():

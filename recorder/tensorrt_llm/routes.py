@@ -94,8 +94,7 @@ class RouteTap:
 
     def clear(self) -> None:
         """Forget what a forward wrote that nobody takes."""
-        with torch.inference_mode():
-            self.buffer.ids.fill_(-1)
+        self.buffer.clear()
 
     def undo(self) -> None:
         """Take everything away again; graphs that are captured go on writing."""

@@ -85,6 +85,8 @@ def worker_facts(runner: Any, model: Any, moe: Moe) -> tuple[dict[str, Any], dic
         "enforce_eager": bool(chosen.enforce_eager),
         "compilation_mode": _name(getattr(compilation, "mode", None)),
         "cudagraph_mode": _name(getattr(compilation, "cudagraph_mode", None)),
+        "cudagraph_capture_sizes": list(getattr(compilation, "cudagraph_capture_sizes", None) or ())
+        or None,
         "dtype": dtype_name(chosen.dtype),
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,

@@ -198,8 +198,13 @@ class Recorder:
     def _bind_routers(self, moe: Moe, runner: Any) -> RouteBuffer | None:
         if not moe.layers or moe.reason:
             return None
+        kept: RouteBuffer | None = getattr(runner, "_rolltape_routes", None)
+        if kept is not None:  # of an earlier recording: graphs and compiled code write to it alone
+            kept.clear()
+            return kept
         tokens = int(getattr(runner, "max_num_tokens", 0)) + 1024  # graphs are padded
         buffer = RouteBuffer(tokens, len(moe.layers), moe.k, self.device)
+        runner._rolltape_routes = buffer
         for index, router in enumerate(moe.routers):
             write = buffer.hook(index)
             theirs = router.capture_fn

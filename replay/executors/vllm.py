@@ -53,6 +53,8 @@ _PINNED = (
     "logprobs_mode",
     "quantization",
 )
+#: The same of its `compilation_config`.
+_COMPILED = ("cudagraph_mode", "cudagraph_capture_sizes")
 #: Asked for, but not by what is run again.
 _NOT_AGAIN = ("model", "speculation", "tensor_parallel_size", "pipeline_parallel_size")
 #: Fields of sampling parameters that are set anew.
@@ -97,6 +99,11 @@ def engine_arguments(facts: Mapping[str, Any], model: str | None) -> dict[str, A
     arguments |= {k: effective[k] for k in _PINNED if effective.get(k) is not None}
     if effective.get("num_gpu_blocks"):
         arguments["num_gpu_blocks_override"] = effective["num_gpu_blocks"]
+    if effective.get("cudagraph_capture_sizes") and not effective.get("enforce_eager"):
+        # the sizes that a batch is padded to choose its kernels
+        names = {"mode": "compilation_mode", **{n: n for n in _COMPILED}}
+        how = {n: effective[at] for n, at in names.items() if effective.get(at) is not None}
+        arguments["compilation_config"] = how
     arguments["model"] = model or facts["model"]
     arguments["skip_tokenizer_init"] = True  # tokens are forced: nothing needs their text
     return arguments
@@ -245,8 +252,10 @@ def _self_test(driver: _Driver, source: Tape, engine: str, options: Options) -> 
     tokens = [[t for t, _ in row] for row in own]
     if [[t for t, _ in row] for row in again] != tokens:
         return {"neutral": False, "control": None, "reason": "the tokens could not be forced"}
-    reason = "forcing is not neutral" if again != own else "a changed prompt changed nothing"
-    return {"neutral": again == own, "control": control != own, "reason": reason}
+    neutral, changes = again == own, control != own
+    reason = "forcing is not neutral" if not neutral else "a changed prompt changed nothing"
+    said = {} if neutral and changes else {"reason": reason}
+    return {"neutral": neutral, "control": changes, **said}
 
 
 def _start(arguments: dict[str, Any]) -> Any:
@@ -408,10 +417,24 @@ class _Driver:
         gone = [
             name
             for key, name in self._inside.items()
-            if name in running and (number is None or last[key] < number)
+            if name in running
+            and (number is None or last[key] < number)
+            and not self._ends_itself(name)
         ]
         if gone:
             self._engine.abort_request(gone, internal=True)
+
+    def _ends_itself(self, name: str) -> bool:
+        """Whether the engine ends a request at its last recorded token.
+
+        With asynchronous scheduling the answer of its last step comes after the next is laid out.
+        """
+        request, tokens = self._scheduler.requests[name], self._tokens[name]
+        how, last = request.sampling_params, int(tokens[-1])
+        stops = last == how.eos_token_id or last in (how.stop_token_ids or ())
+        made = len(tokens) - request.num_prompt_tokens
+        full = made >= request.max_tokens or len(tokens) >= self._scheduler.max_model_len
+        return made > 0 and (stops or full)
 
     def _step(self) -> dict[Key, tuple[int, int]]:
         """Have the engine take one step that runs something; what was in it."""

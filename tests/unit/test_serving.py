@@ -245,6 +245,27 @@ def test_the_route_buffer_is_empty_between_steps() -> None:
     assert (buffer.take(8) == -1).all()
 
 
+def test_a_second_recording_of_an_engine_reads_the_buffer_that_its_graphs_write_to() -> None:
+    from types import SimpleNamespace
+
+    from rolltape.recorder.vllm.facts import Moe
+    from rolltape.recorder.vllm.record import Recorder
+
+    class Router:
+        capture_fn: Any = None
+
+        def set_capture_fn(self, capture_fn: Any) -> None:
+            self.capture_fn = capture_fn
+
+    router: Any = Router()
+    moe = Moe(layers=(1,), routers=(router,), k=2, num_experts=4)
+    runner, recorder = SimpleNamespace(), SimpleNamespace(device=torch.device("cpu"))
+    first: Any = Recorder._bind_routers(recorder, moe, runner)  # type: ignore[arg-type]
+    first.hook(0)(torch.tensor([[1, 2]]))  # as a step does that nobody records
+    second = Recorder._bind_routers(recorder, moe, runner)  # type: ignore[arg-type]
+    assert second is first and (first.take(1) == -1).all()
+
+
 def test_accepted_drafts_have_logprobs_of_their_own_rows() -> None:
     torch.manual_seed(0)
     drafted = np.array([2, 0, 3])
