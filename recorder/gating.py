@@ -40,6 +40,16 @@ def wants(group_key: str, options: Options) -> bool:
     return xxhash.xxh3_64_intdigest(group_key.encode()) < options.sample_rate * 2.0**64
 
 
+def wants_prompt(ids: Sequence[int] | np.ndarray, options: Options) -> bool:
+    """`wants` of a prompt; where all are wanted, as mostly, no key is made.
+
+    Args:
+        ids: token ids of the prompt, without padding.
+        options: of the recording.
+    """
+    return options.sample_rate >= 1.0 or wants(prompt_key(ids), options)
+
+
 def in_steps(step: int, options: Options) -> bool:
     """Whether the engine step `step` (from 0) is in the range that is recorded."""
     first, end = options.step_range

@@ -51,6 +51,13 @@ class RouteBuffer:
             used.fill_(-1)
         return taken
 
+    def leave(self, tokens: int, outlet: Outlet) -> torch.Tensor:
+        """The same on the host, when the outlet is done."""
+        used = self.ids[:tokens]
+        host = outlet.copy(used)
+        used.fill_(-1)
+        return host
+
 
 class Slabs:
     """Host memory in large pieces, and what each piece costs those that use it.
@@ -76,7 +83,9 @@ class Slabs:
             size = max(nbytes, SLAB_BYTES)
             if self._slab is not None:  # nobody will use the rest of it
                 self.taken += max(0, len(self._slab) - self._used)
-            self._slab = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            # a tensor made in inference mode could not be written to outside of it
+            with torch.inference_mode(False):
+                self._slab = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
             self._used = 0
         room = self._slab[self._used : self._used + nbytes]
         aligned = -(-nbytes // 64) * 64
@@ -86,63 +95,40 @@ class Slabs:
 
 
 class Outlet:
-    """Copies device tensors to the host on a stream of its own.
+    """Copies device tensors to the host, in the stream of the engine.
+
+    A stream of its own would let the copies run beside the next kernels, but what keeps the two in
+    order costs the engine's thread more than these few microseconds of copying cost its device.
 
     Args:
         device: where they are; on a CPU they are only cloned.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._cuda = device.type == "cuda"
         self._slabs = Slabs()
 
-    @property
-    def taken(self) -> int:
-        """Bytes of host memory that the last `send` took; 0 for tensors with memory of their own.
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Start a copy. What is written to the tensor afterwards, in that stream, is not in it."""
+        if not self._cuda:
+            return tensor.detach().clone()
+        host = self._slabs.room(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        return host.copy_(tensor, non_blocking=True)
 
-        It may be more than its tensors: several of one storage come with all of that storage.
-        """
-        return self._slabs.taken
-
-    def send(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Any]:
-        """Start the copies.
-
-        Args:
-            tensors: nobody may write to them afterwards.
+    def done(self) -> tuple[Any, int]:
+        """Whether the copies since the last call are there.
 
         Returns:
-            Host tensors and an event to wait for before reading them, None if they are there.
+            (event, nbytes): what to wait for before reading them, None if they are there; and the
+            host memory that they hold, 0 for tensors with memory of their own.
         """
-        self._slabs.taken = 0
-        if self._stream is None:
-            return {name: tensor.detach().clone() for name, tensor in tensors.items()}, None
-        groups: dict[int, list[str]] = {}
-        for name, tensor in tensors.items():
-            groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-        out: dict[str, torch.Tensor] = {}
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for names in groups.values():
-                out |= self._copied({name: tensors[name] for name in names}, self._stream)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        return out, done
+        held, self._slabs.taken = self._slabs.taken, 0
+        if not self._cuda:
+            return None, 0
+        event = torch.cuda.Event()
+        event.record()
+        return event, held
 
-    def _copied(self, tensors: Mapping[str, torch.Tensor], stream: Any) -> dict[str, torch.Tensor]:
-        """Host copies of tensors of one storage: of several the storage, in one copy."""
-        first = next(iter(tensors.values()))
-        first.record_stream(stream)
-        if len(tensors) == 1:
-            host = self._slabs.room(first.nbytes).view(first.dtype).view(first.shape)
-            return {name: host.copy_(first, non_blocking=True) for name in tensors}
-        storage = first.untyped_storage()
-        whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
-        host = self._slabs.room(len(whole))
-        host.copy_(whole, non_blocking=True)
-        pinned, at = host.untyped_storage(), host.storage_offset()
-        return {
-            name: torch.empty(0, dtype=t.dtype).set_(
-                pinned, at // t.element_size() + t.storage_offset(), t.shape, t.stride()
-            )
-            for name, t in tensors.items()
-        }
+    def send(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Any, int]:
+        """`copy` of each, then `done`."""
+        return {name: self.copy(tensor) for name, tensor in tensors.items()}, *self.done()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -17,7 +19,7 @@ def measure(
     temperature: torch.Tensor | None,
     top_k: int,
 ) -> dict[str, torch.Tensor]:
-    """Logprobs of the drawn tokens and the kept sets of their rows; the host does not wait.
+    """Logprobs of the drawn tokens and the kept sets of their rows, in plain torch.
 
     Args:
         token: integers [rows] or [rows, 1], the token drawn in each row.
@@ -32,22 +34,32 @@ def measure(
         log_softmax(raw)[token], `scaled` log_softmax(raw / temperature)[token], `processed`
         log_softmax(masked)[token], all in float32.
     """
-    if raw is None and masked is None:
-        return {}
-    # a tie at the threshold may let in a few more
-    most = -(-(top_k + 16) // 32) * 32 if 0 < top_k <= MOST_LISTED else 0
-    if token.is_cuda and _triton():
-        from rolltape.recorder.serving import kernels
-
-        found = kernels.measure(
-            token=token, raw=raw, masked=masked, temperature=temperature, most=most
-        )
-    else:
-        found = _plain(token.reshape(len(token), -1)[:, :1].long(), raw, masked, temperature, most)
+    most = most_listed(top_k)
+    found = _plain(token.reshape(len(token), -1)[:, :1].long(), raw, masked, temperature, most)
     if masked is not None and not most:
         found["bitmap"] = pack(masked)
-        found.pop("kept_n", None)
     return found
+
+
+def most_listed(top_k: int) -> int:
+    """Ids of the list of a kept set; 0 where it is a bitmap.
+
+    Args:
+        top_k: most ids that truncation keeps in any row; 0 if that is not bounded.
+    """
+    # a tie at the threshold may let in a few more
+    return -(-(top_k + 16) // 32) * 32 if 0 < top_k <= MOST_LISTED else 0
+
+
+def device_measure(device: torch.device) -> Any:
+    """`rolltape.recorder.serving.kernels.Measure` for a device that it runs on, else None."""
+    if device.type != "cuda":
+        return None
+    try:
+        from rolltape.recorder.serving.kernels import Measure
+    except ImportError:  # no Triton
+        return None
+    return Measure()
 
 
 def measure_verified(
@@ -80,14 +92,6 @@ def measure_verified(
         scale = temperature[owner.to(raw.device, non_blocking=True)]
         found["scaled"] = (raw.float() / scale[:, None]).log_softmax(-1)[at, chosen]
     return found
-
-
-def _triton() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def _plain(

@@ -1,199 +1,192 @@
 """One pass over the logits of a step: log-sum-exp and the kept set of every row, on the device.
 
-Written for Triton, because the same in torch operations reads the logits five times. The plain
-version in `rolltape.recorder.serving.distribution` is what it is tested against, and what runs
-where there is no Triton or no GPU.
+Written for Triton, because the same in torch operations reads the logits five times, and in one
+launch, because each launch takes the engine's thread tens of microseconds a step. The plain version
+in `rolltape.recorder.serving.distribution` is what it is tested against, and what runs where there
+is no Triton or no GPU.
+
+A row is a program of its own: what it computes does not depend on the other rows.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-#: Logits that one program reads.
+from rolltape.recorder.serving.batch import Table
+
+#: Logits that one program reads at a time.
 BLOCK = 8192
+#: Columns of the result in front of the lists: see `_layout`.
+_COLUMNS = ("raw", "scaled", "processed", "own", "token", "kept_n")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _chunks(  # type: ignore[no-untyped-def]
+def _measure(  # type: ignore[no-untyped-def]
     raw,
     raw_stride,
     masked,
     masked_stride,
     temperature,
-    sums,
-    counts,
-    ids,
+    own,
+    own_stride,
+    token,
+    token_stride,
+    out,
+    rows,
     vocab,
-    chunks,
     most,
     RAW: tl.constexpr,
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     LIST: tl.constexpr,
+    OWN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    column = chunk * BLOCK + tl.arange(0, BLOCK)
-    inside = column < vocab
-    cell = row * chunks + chunk
-    none = float("-inf")
-    if RAW:
-        x = tl.load(raw + row * raw_stride + column, mask=inside, other=none).to(tl.float32)
-        top = tl.max(x, 0)
-        shift = tl.where(top == none, 0.0, top)
-        tl.store(sums + cell * 6, top)
-        tl.store(sums + cell * 6 + 1, tl.sum(tl.exp(x - shift), 0))
-        if SCALED:
-            y = x / tl.load(temperature + row)
-            top = tl.max(y, 0)
-            shift = tl.where(top == none, 0.0, top)
-            tl.store(sums + cell * 6 + 2, top)
-            tl.store(sums + cell * 6 + 3, tl.sum(tl.exp(y - shift), 0))
-    if MASKED:
-        z = tl.load(masked + row * masked_stride + column, mask=inside, other=none).to(tl.float32)
-        top = tl.max(z, 0)
-        shift = tl.where(top == none, 0.0, top)
-        tl.store(sums + cell * 6 + 4, top)
-        tl.store(sums + cell * 6 + 5, tl.sum(tl.exp(z - shift), 0))
-        kept = (z > none).to(tl.int32)
-        tl.store(counts + cell, tl.sum(kept, 0))
-        if LIST:
-            at = tl.cumsum(kept, 0) - 1
-            tl.store(ids + cell * most + at, column, mask=(kept > 0) & (at < most))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _rows(  # type: ignore[no-untyped-def]
-    raw,
-    raw_stride,
-    masked,
-    masked_stride,
-    temperature,
-    token,
-    token_stride,
-    sums,
-    counts,
-    ids,
-    out,
-    out_ids,
-    out_counts,
-    rows,
-    chunks,
-    most,
-    RAW: tl.constexpr,
-    SCALED: tl.constexpr,
-    MASKED: tl.constexpr,
-    LIST: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    MOST: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, CHUNKS)
-    inside = chunk < chunks
-    cell = row * chunks + chunk
+    lane = tl.arange(0, BLOCK)
     none = float("-inf")
     chosen = tl.load(token + row * token_stride).to(tl.int64)
+    tl.store(out + 4 * rows + row, chosen.to(tl.int32))
+    numbers = out.to(tl.pointer_type(tl.float32))
+    if OWN:
+        tl.store(numbers + 3 * rows + row, tl.load(own + row * own_stride))
+    divisor = 1.0
+    if SCALED:
+        divisor = tl.load(temperature + row)
+    # of each lane: the greatest so far, and the sum of exp(x - that)
+    top_x = tl.full((BLOCK,), none, tl.float32)
+    sum_x = tl.zeros((BLOCK,), tl.float32)
+    top_y = tl.full((BLOCK,), none, tl.float32)
+    sum_y = tl.zeros((BLOCK,), tl.float32)
+    top_z = tl.full((BLOCK,), none, tl.float32)
+    sum_z = tl.zeros((BLOCK,), tl.float32)
+    count = 0
+    for begin in range(0, vocab, BLOCK):
+        column = begin + lane
+        inside = column < vocab
+        if RAW:
+            x = tl.load(raw + row * raw_stride + column, mask=inside, other=none).to(tl.float32)
+            top = tl.maximum(top_x, x)
+            shift = tl.where(top == none, 0.0, top)
+            sum_x = sum_x * tl.exp(top_x - shift) + tl.exp(x - shift)
+            top_x = top
+            if SCALED:
+                y = x / divisor
+                top = tl.maximum(top_y, y)
+                shift = tl.where(top == none, 0.0, top)
+                sum_y = sum_y * tl.exp(top_y - shift) + tl.exp(y - shift)
+                top_y = top
+        if MASKED:
+            z = tl.load(masked + row * masked_stride + column, mask=inside, other=none)
+            z = z.to(tl.float32)
+            top = tl.maximum(top_z, z)
+            shift = tl.where(top == none, 0.0, top)
+            sum_z = sum_z * tl.exp(top_z - shift) + tl.exp(z - shift)
+            top_z = top
+            kept = (z > none).to(tl.int32)
+            here = tl.sum(kept, 0)
+            if LIST:  # noqa: SIM102 - decided when this is compiled
+                if here > 0:
+                    at = count + tl.cumsum(kept, 0) - 1
+                    place = out + 6 * rows + row * most + at
+                    tl.store(place, column, mask=(kept > 0) & (at < most))
+            count += here
     if RAW:
         value = tl.load(raw + row * raw_stride + chosen).to(tl.float32)
-        top = tl.load(sums + cell * 6, mask=inside, other=none)
-        total = tl.load(sums + cell * 6 + 1, mask=inside, other=0.0)
-        best = tl.max(top, 0)
-        whole = tl.sum(tl.where(top == none, 0.0, total * tl.exp(top - best)), 0)
-        tl.store(out + row, (value - best) - tl.log(whole))
+        best = tl.max(top_x, 0)
+        whole = tl.sum(tl.where(top_x == none, 0.0, sum_x * tl.exp(top_x - best)), 0)
+        tl.store(numbers + row, (value - best) - tl.log(whole))
         if SCALED:
-            value = value / tl.load(temperature + row)
-            top = tl.load(sums + cell * 6 + 2, mask=inside, other=none)
-            total = tl.load(sums + cell * 6 + 3, mask=inside, other=0.0)
-            best = tl.max(top, 0)
-            whole = tl.sum(tl.where(top == none, 0.0, total * tl.exp(top - best)), 0)
-            tl.store(out + rows + row, (value - best) - tl.log(whole))
+            value = value / divisor
+            best = tl.max(top_y, 0)
+            whole = tl.sum(tl.where(top_y == none, 0.0, sum_y * tl.exp(top_y - best)), 0)
+            tl.store(numbers + rows + row, (value - best) - tl.log(whole))
     if MASKED:
         value = tl.load(masked + row * masked_stride + chosen).to(tl.float32)
-        top = tl.load(sums + cell * 6 + 4, mask=inside, other=none)
-        total = tl.load(sums + cell * 6 + 5, mask=inside, other=0.0)
-        best = tl.max(top, 0)
-        whole = tl.sum(tl.where(top == none, 0.0, total * tl.exp(top - best)), 0)
-        tl.store(out + 2 * rows + row, (value - best) - tl.log(whole))
-        size = tl.load(counts + cell, mask=inside, other=0)
-        tl.store(out_counts + row, tl.sum(size, 0))
-        if LIST:
-            begin = 0
-            lane = tl.arange(0, MOST)
-            for c in range(chunks):
-                n = tl.load(counts + row * chunks + c)
-                here = (lane < n) & (lane < most)
-                some = tl.load(ids + (row * chunks + c) * most + lane, mask=here, other=0)
-                place = begin + lane
-                tl.store(out_ids + row * most + place, some, mask=here & (place < most))
-                begin += n
+        best = tl.max(top_z, 0)
+        whole = tl.sum(tl.where(top_z == none, 0.0, sum_z * tl.exp(top_z - best)), 0)
+        tl.store(numbers + 2 * rows + row, (value - best) - tl.log(whole))
+        tl.store(out + 5 * rows + row, count)
 
 
-def measure(
-    *,
-    token: torch.Tensor,
-    raw: torch.Tensor | None,
-    masked: torch.Tensor | None,
-    temperature: torch.Tensor | None,
-    most: int,
-) -> dict[str, torch.Tensor]:
-    """What `distribution.measure` says, in two launches.
+class Measure:
+    """Measures steps one after another into one piece of device memory, which is used again.
 
-    Args:
-        token: integers [rows] or [rows, 1], the token drawn in each row.
-        raw: [rows, V] logits as the model gave them, or None.
-        masked: [rows, V] logits after truncation, -inf outside the kept set, or None.
-        temperature: float32 [rows]; None if all are 1, then there is no `scaled`.
-        most: ids that a kept set may have; 0 for no list.
-
-    Returns:
-        float32 [rows] `raw`, `scaled`, `processed`, int32 [rows] `kept_n` and int32 [rows, most]
-        `kept`, ascending: those that can be said.
+    What it returned last has to be copied away, in the same stream, before it is called again.
     """
-    first = raw if raw is not None else masked
-    assert first is not None
-    rows, vocab = first.shape
-    chunks = triton.cdiv(vocab, BLOCK)
-    device = first.device
-    width = max(most, 1)
-    work = torch.empty(rows * chunks * (7 + width), dtype=torch.int32, device=device)
-    sums, counts, ids = work.split([n * rows * chunks for n in (6, 1, width)])
-    sums = sums.view(torch.float32)
-    # one storage for all that leaves the device, so that it leaves in one copy
-    result = torch.empty(rows * (4 + width), dtype=torch.int32, device=device)
-    numbers, kept_n, kept = result.split([3 * rows, rows, rows * width])
-    out, kept = numbers.view(torch.float32).view(3, rows), kept.view(rows, width)
-    flags: dict[str, Any] = {
-        "RAW": raw is not None,
-        "SCALED": raw is not None and temperature is not None,
-        "MASKED": masked is not None,
-        "LIST": masked is not None and most > 0,
-    }
-    a = raw if raw is not None else first
-    b = masked if masked is not None else first
-    t = temperature if temperature is not None else out
-    token = token.reshape(rows, -1)
-    _chunks[(rows, chunks)](
-        a, a.stride(0), b, b.stride(0), t, sums, counts, ids, vocab, chunks, most,
-        **flags, BLOCK=BLOCK, num_warps=8,
-    )  # fmt: skip
-    _rows[(rows,)](
-        a, a.stride(0), b, b.stride(0), t, token, token.stride(0), sums, counts, ids, out, kept,
-        kept_n, rows, chunks, most,
-        **flags, CHUNKS=triton.next_power_of_2(chunks), MOST=triton.next_power_of_2(max(most, 1)),
-        num_warps=1,
-    )  # fmt: skip
-    found: dict[str, torch.Tensor] = {}
-    if flags["RAW"]:
-        found["raw"] = out[0]
-    if flags["SCALED"]:
-        found["scaled"] = out[1]
-    if flags["MASKED"]:
-        found["processed"], found["kept_n"] = out[2], kept_n
-    if flags["LIST"]:
-        found["kept"] = kept
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def __call__(
+        self,
+        *,
+        token: torch.Tensor,
+        raw: torch.Tensor | None,
+        masked: torch.Tensor | None,
+        temperature: torch.Tensor | None,
+        own: torch.Tensor | None,
+        kind: str | None,
+        most: int,
+    ) -> Table:
+        """What `distribution.measure` says, and the token.
+
+        Args:
+            token: integers [rows] or [rows, 1], the token drawn in each row.
+            raw: [rows, V] logits as the model gave them, or None.
+            masked: [rows, V] logits after truncation, -inf outside the kept set, or None. One of
+                the two is there.
+            temperature: float32 [rows]; None if all are 1, then there is no `scaled`.
+            own: float32 [rows] logprobs that the engine computed itself, or None.
+            kind: which column they are: `raw` or `processed`.
+            most: ids that a kept set may have; 0 for no list.
+
+        Returns:
+            int32 `token` [rows, 1], float32 [rows] `raw`, `scaled`, `processed`, int32 [rows]
+            `kept_n` and int32 [rows, most] `kept`, ascending: those that can be said.
+        """
+        first = raw if raw is not None else masked
+        assert first is not None
+        rows, vocab = first.shape
+        scaled = raw is not None and temperature is not None
+        most = most if masked is not None else 0
+        size = rows * (len(_COLUMNS) + most)
+        if self._memory is None or len(self._memory) < size:
+            self._memory = torch.empty(size, dtype=torch.int32, device=first.device)
+        out = self._memory[:size]
+        a = raw if raw is not None else first
+        b = masked if masked is not None else first
+        _measure[(rows,)](
+            a, a.stride(0), b, b.stride(0), temperature if scaled else out,
+            own if own is not None else out, own.stride(0) if own is not None else 0,
+            token, token.stride(0), out, rows, vocab, most,
+            RAW=raw is not None, SCALED=scaled, MASKED=masked is not None, LIST=most > 0,
+            OWN=own is not None, BLOCK=BLOCK, num_warps=16,
+        )  # fmt: skip
+        said = raw is not None, scaled, masked is not None, kind if own is not None else None
+        return Table(data=out, layout=_layout(rows, most, *said))
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(
+    rows: int, most: int, raw: bool, scaled: bool, masked: bool, own: str | None
+) -> Mapping[str, tuple[int, str, tuple[int, ...]]]:
+    """Where the columns of a result lie."""
+    there = {"raw": raw, "scaled": scaled, "processed": masked, "token": True, "kept_n": masked}
+    found: dict[str, Any] = {}
+    for number, name in enumerate(_COLUMNS):
+        if there.get(name):
+            exact = name in ("token", "kept_n")
+            shape = (rows, 1) if name == "token" else (rows,)
+            found[name] = number * rows, "int32" if exact else "float32", shape
+    if own is not None:
+        found[own] = _COLUMNS.index("own") * rows, "float32", (rows,)
+    if most:
+        found["kept"] = len(_COLUMNS) * rows, "int32", (rows, most)
     return found

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rolltape.recorder.serving.batch import Life, Rows, Step
+from rolltape.recorder.serving.batch import Life, Rows, Step, Table
 from rolltape.recorder.serving.scribe import Scribe
 from rolltape.store import TapeWriter
 
@@ -45,7 +45,13 @@ def pack(steps: Sequence[Step]) -> Packed:
     none = _no_rows()
     return Packed(
         steps=[
-            replace(s, rows=none, ready=None, values={n: v.numpy() for n, v in s.values.items()})
+            replace(
+                s,
+                rows=none,
+                ready=None,
+                values={n: v.numpy() for n, v in s.values.items()},
+                table=_bare(s.table),
+            )
             for s in steps
         ],
         rows={name: np.concatenate([getattr(s.rows, name) for s in steps]) for name in _ROWS},
@@ -65,9 +71,25 @@ def unpack(packed: Packed) -> list[Step]:
         replace(
             step,
             rows=Rows(**{name: parts[name][i] for name in _ROWS}, blocks=tuple(blocks.get(i, ()))),
+            values=_values(step),
+            table=None,
         )
         for i, step in enumerate(packed.steps)
     ]
+
+
+def _values(step: Step) -> dict[str, Any]:
+    values = dict(step.values) if step.table is None else {**step.table.arrays(), **step.values}
+    if step.cut is not None:
+        if "raw" in values:
+            values.setdefault("scaled", values["raw"])
+        if "scaled" in values and not step.cut:
+            values.setdefault("processed", values["scaled"])
+    return values
+
+
+def _bare(table: Table | None) -> Table | None:
+    return None if table is None else Table(data=table.data.numpy(), layout=table.layout)
 
 
 def _no_rows() -> Rows:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rolltape.recorder.gating import LeftOut, prompt_key, wants
+from rolltape.recorder.gating import LeftOut, wants_prompt
 from rolltape.recorder.patches import Patches
 from rolltape.recorder.rows import engine_job
 from rolltape.recorder.session import Session, recording
@@ -199,7 +199,7 @@ class Front:
             detail = {"reason": why, "request": request.rid}
             session.event("gap", engine=self.engine, detail=detail)
             return None
-        if not wants(prompt_key(request.input_ids), session.options):
+        if not wants_prompt(request.input_ids, session.options):
             self._left_out.add("sequences")
             return None
         prompt = np.array(request.input_ids, np.uint32)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rolltape.recorder.gating import LeftOut, prompt_key, wants
+from rolltape.recorder.gating import LeftOut, wants_prompt
 from rolltape.recorder.rows import engine_job
 from rolltape.recorder.session import Session
 from rolltape.recorder.tensorrt_llm.identity import arrived, current_engine, engine_of, is_worker
@@ -127,7 +127,7 @@ def opened(session: Session, result: Any, executor: Any) -> None:
         session.event("gap", engine=engine, request=name, detail={"reason": reason})
         return
     many = int(getattr(params, "best_of", None) or getattr(params, "n", 1) or 1)
-    if not wants(prompt_key(prompt), session.options):
+    if not wants_prompt(prompt, session.options):
         of_engine = _left_out.setdefault(session, {})
         of_engine.setdefault(engine, LeftOut(session, engine)).add("sequences", many)
         return

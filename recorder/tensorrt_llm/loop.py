@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rolltape.recorder.gating import LeftOut, in_steps, prompt_key, wants
+from rolltape.recorder.gating import LeftOut, in_steps, wants_prompt
 from rolltape.recorder.rows import engine_job
 from rolltape.recorder.serving.batch import Life, Roster, Step
 from rolltape.recorder.serving.blocks import Blocks
@@ -203,7 +203,7 @@ class Recorder:
         ids = prompt_ids(request)
         if ids is None:
             self.notice("the loop does not tell prompts: the schedule of all requests is recorded")
-        return ids is None or wants(prompt_key(ids), options)
+        return ids is None or wants_prompt(ids, options)
 
     # -- one step -------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class Recorder:
         if not in_steps(number - self._first, self.session.options):
             self._left_out.add("steps")
             return
-        host, ready = self._outlet.send(values)
+        host, ready, held = self._outlet.send(values)
         self.blocks.add(
             Step(
                 number=number,
@@ -292,7 +292,7 @@ class Recorder:
                 graph=self.graph,
                 columns=self._columns,
                 ready=ready,
-                held=self._outlet.taken,
+                held=held,
             )
         )
 

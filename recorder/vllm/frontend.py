@@ -6,6 +6,7 @@ callers use, which samples belong together, and where a stop string cut the resp
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rolltape.recorder.gating import prompt_key, wants
+from rolltape.recorder.gating import wants_prompt
 from rolltape.recorder.patches import Patches
 from rolltape.recorder.rows import engine_job
 from rolltape.recorder.session import Session, recording
@@ -39,7 +40,14 @@ class _Front:
     def __init__(self, session: Session, engine: str) -> None:
         self.session, self.engine = session, engine
         self.opened: list[dict[str, Any]] = []
+        self._params: tuple[Any, str] | None = None
         session.flushers.append(self.flush)
+
+    def sampling(self, params: Any) -> str:
+        """Settings as JSON; those of the last request are known."""
+        if self._params is None or self._params[0] != params:
+            self._params = copy.copy(params), json.dumps(settings(params))
+        return self._params[1]
 
     def flush(self) -> None:
         rows, self.opened = self.opened, []
@@ -184,7 +192,7 @@ def _sequence(engine: str, state: Any) -> dict[str, Any]:
 def _wanted(session: Session, state: Any, params: Any) -> bool:
     if params is None or not state.prompt_token_ids or not recorded(params):
         return False
-    return wants(prompt_key(state.prompt_token_ids), session.options)
+    return wants_prompt(state.prompt_token_ids, session.options)
 
 
 def _open(front: _Front, state: Any, request: Any) -> None:
@@ -192,28 +200,28 @@ def _open(front: _Front, state: Any, request: Any) -> None:
     if not _wanted(front.session, state, params):
         return
     row = _sequence(front.engine, state)
-    state._rolltape = json.dumps(settings(params))
-    row.update(finish="open", opened_ns=time.time_ns(), sampling=state._rolltape)
-    front.opened.append(row)
+    row["sampling"] = front.sampling(params)
+    state._rolltape = row
+    front.opened.append({**row, "finish": "open", "opened_ns": time.time_ns()})
 
 
 def _close_all(session: Session, engine: str, ended: list[tuple[Any, Any]]) -> None:
     rows = []
     for output, state in ended:
-        if (sampling := getattr(state, "_rolltape", None)) is None:
+        if (row := getattr(state, "_rolltape", None)) is None:
             continue
         reason = getattr(output, "finish_reason", None)
         # none: the detokenizer found a stop string that the engine core knows nothing of
         finish = "stop" if reason is None else str(reason)
-        rows.append(_closing(engine, state, sampling, finish))
+        rows.append(_closing(state, row, finish))
     _put(session, rows)
 
 
 def _abort_all(session: Session, engine: str, gone: list[Any]) -> None:
     rows = []
     for state in gone:
-        if (sampling := getattr(state, "_rolltape", None)) is not None:
-            rows.append(_closing(engine, state, sampling, "abort"))
+        if (row := getattr(state, "_rolltape", None)) is not None:
+            rows.append(_closing(state, row, "abort"))
     _put(session, rows)
     for row in rows:
         detail = {"tokens": row["length"] - row["prompt_len"]}
@@ -222,13 +230,11 @@ def _abort_all(session: Session, engine: str, gone: list[Any]) -> None:
         )
 
 
-def _closing(engine: str, state: Any, sampling: str, finish: str) -> dict[str, Any]:
-    row = _sequence(engine, state)
+def _closing(state: Any, row: dict[str, Any], finish: str) -> dict[str, Any]:
     prompt = np.array(state.prompt_token_ids, np.uint32)
     response = np.array(state.detokenizer.output_token_ids, np.uint32)
     return {
         **row,
-        "sampling": sampling,
         "finish": finish if finish in ("stop", "length", "abort") else "error",
         "length": len(prompt) + len(response),
         "digest": token_digest(len(prompt), np.concatenate([prompt, response])),

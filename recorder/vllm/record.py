@@ -14,13 +14,19 @@ import torch
 
 from rolltape.recorder import tactics
 from rolltape.recorder.digest import group_digests
-from rolltape.recorder.gating import in_steps, prompt_key, wants
+from rolltape.recorder.gating import in_steps, wants_prompt
 from rolltape.recorder.parts import parts_of_vllm
 from rolltape.recorder.rows import engine_job
-from rolltape.recorder.serving.batch import Life, Roster, Rows, Step, indices
+from rolltape.recorder.serving.batch import Life, Roster, Rows, Step, Table, indices
 from rolltape.recorder.serving.blocks import Blocks
 from rolltape.recorder.serving.device import Outlet, RouteBuffer
-from rolltape.recorder.serving.distribution import measure, measure_verified
+from rolltape.recorder.serving.distribution import (
+    device_measure,
+    measure,
+    measure_verified,
+    most_listed,
+    pack,
+)
 from rolltape.recorder.serving.prefix import Prefix
 from rolltape.recorder.serving.ranks import Rank
 from rolltape.recorder.serving.scribe import Scribe, prompt_job
@@ -108,12 +114,14 @@ class Recorder:
         self._batch = _Batch.of([])
         self._same: tuple[list[str], _Batch] | None = None
         self._device_values: dict[str, torch.Tensor] = {}
+        self._host_routes: torch.Tensor | None = None
+        self._table: Table | None = None
         self._raw: torch.Tensor | None = None
         self._source = "recomputed"
-        self._vocab = 0
+        self._vocab = self._tokens = self._drafted = 0
         self._graph: str | None = None
         self._t_ns = 0
-        self._outlet = Outlet(self.device)
+        self._outlet, self._measure = Outlet(self.device), device_measure(self.device)
         self._rank, ranks = _tensor_ranks()
         moe = find_moe(model, config) if session.options.routes else Moe()
         self._buffer = self._bind_routers(moe, runner)
@@ -221,12 +229,17 @@ class Recorder:
 
     def _abandon(self, name: str) -> None:
         self.going = False
-        self._rows, self._device_values, self._raw = None, {}, None
+        self._drop()
         detail: dict[str, Any] = {"reason": f"{name} failed", "step": self._number}
         if self.session.faults.get(name, 0) >= MAX_FAULTS:
             detail["reason"] += " for the last time: this hook is not called again"
         self.session.event("gap", engine=self.engine, detail=detail)
         self.blocks.lose()
+
+    def _drop(self) -> None:
+        """Nothing of the step that is running is kept."""
+        self._rows, self._device_values, self._raw = None, {}, None
+        self._host_routes, self._table = None, None
 
     @property
     def rows(self) -> Rows | None:
@@ -266,18 +279,8 @@ class Recorder:
             self._lives[new.req_id] = self._born(new)
         if scheduled.finished_req_ids or scheduled.scheduled_new_reqs:
             self._same = None
-        cached = scheduled.scheduled_cached_reqs
-        gets = cached.new_block_ids if self._size else ()
-        for name, blocks in zip(cached.req_ids, gets, strict=False):
-            if not blocks and name not in cached.resumed_req_ids:
-                continue
-            life = self._lives.get(name)
-            if life is None:
-                continue
-            if name in cached.resumed_req_ids:
-                life.blocks = list(blocks[0]) if blocks else []
-            elif blocks:
-                life.blocks.extend(blocks[0])
+        if self._size:
+            self._follow_blocks(scheduled.scheduled_cached_reqs)
         for name in (getattr(scheduled, "preempted_req_ids", None) or ()) if self._speaks else ():
             request, sample = request_of(name)
             self.session.event(
@@ -286,6 +289,20 @@ class Recorder:
         self.going = bool(scheduled.total_num_scheduled_tokens)
         if self.going and self._stale:
             self._complete_weights()
+
+    def _follow_blocks(self, cached: Any) -> None:
+        """Which KV blocks the requests that go on have been given."""
+        resumed = cached.resumed_req_ids
+        names = cached.req_ids
+        # in most steps only a few get any
+        for at in [at for at, blocks in enumerate(cached.new_block_ids) if blocks]:
+            life = self._lives.get(names[at])
+            if life is not None and names[at] not in resumed:
+                life.blocks.extend(cached.new_block_ids[at][0])
+        for name, blocks in zip(names, cached.new_block_ids, strict=False) if resumed else ():
+            life = self._lives.get(name) if name in resumed else None
+            if life is not None:
+                life.blocks = list(blocks[0]) if blocks else []
 
     def _born(self, new: Any) -> Life | None:
         params, ids = new.sampling_params, new.prompt_token_ids
@@ -310,7 +327,7 @@ class Recorder:
                 edits=how.edits,
                 truncation=how.truncation,
                 top_k=how.top_k,
-                wanted=recorded(params) and wants(prompt_key(ids), options),
+                wanted=recorded(params) and wants_prompt(ids, options),
                 blocks=list(new.block_ids[0]) if one_group else [],
             )
         )
@@ -330,13 +347,15 @@ class Recorder:
         self._batch = self._same[1]
         same = self._batch
         self._rows = self.roster.place(same.lives, start, n, drafted, index=same.index)
+        self._tokens = self.scheduled.total_num_scheduled_tokens
+        self._drafted = 0 if drafted is None else int(drafted.sum())
         self._t_ns = time.time_ns()
         self._graph = _graph()
 
     def take_routes(self) -> None:
         """The model ran: its routes are in the buffer."""
         if self._rows is not None and self._buffer is not None:
-            self._device_values["routes"] = self._buffer.take(int(self._rows.n.sum()))
+            self._host_routes = self._buffer.leave(self._tokens, self._outlet)
 
     def before_sampling(self, logits: torch.Tensor | None, in_place: bool) -> None:
         """Keep the logits as the model gave them.
@@ -349,12 +368,11 @@ class Recorder:
         rows = self._rows
         if logits is None or rows is None or not self._speaks:
             return
-        drafted = int(rows.drafted.sum())
-        if len(logits) != len(rows) + drafted:
+        if len(logits) != len(rows) + self._drafted:
             return
         self._vocab = int(logits.shape[-1])
         # drafts are verified on copies
-        keep = in_place and logits.dtype == torch.float32 and not drafted
+        keep = in_place and logits.dtype == torch.float32 and not self._drafted
         self._raw = logits.clone() if keep else logits
 
     def sampled(
@@ -378,14 +396,15 @@ class Recorder:
         if rows is None:
             return
         values = self._device_values
-        values["token"] = token
         self._source = "recomputed"
         if raw is None:
+            values["token"] = token
             return
         scale = None
         if self._batch.warm and temperature is not None:
             scale = torch.where(temperature < 1e-5, 1.0, temperature).float()
         if len(raw) != len(rows):  # drafts were verified: several rows of logits a request
+            values["token"] = token
             values |= measure_verified(
                 token=token, raw=raw, drafted=rows.drafted, temperature=scale
             )
@@ -393,11 +412,22 @@ class Recorder:
         if cut is not None and (cut.shape != raw.shape or not self.wants_masked):
             cut = None
         mine = None if kind == "raw" and scale is None else raw
-        values |= measure(
-            token=token, raw=mine, masked=cut, temperature=scale, top_k=self._batch.top_k
-        )
-        if own is not None and kind is not None:
-            values[kind] = own
+        own = own if kind is not None else None
+        if self._measure is not None and (mine is not None or cut is not None):
+            most = most_listed(self._batch.top_k)
+            self._table = self._measure(
+                token=token, raw=mine, masked=cut, temperature=scale, own=own, kind=kind, most=most
+            )
+            if cut is not None and not most:
+                values["bitmap"] = pack(cut)
+        else:
+            values["token"] = token
+            values |= measure(
+                token=token, raw=mine, masked=cut, temperature=scale, top_k=self._batch.top_k
+            )
+            if own is not None and kind is not None:
+                values[kind] = own
+        if own is not None:
             self._source = "engine"
         if self._top:
             logprobs = raw.log_softmax(-1, dtype=torch.float32)
@@ -417,18 +447,20 @@ class Recorder:
 
     def finish(self) -> None:
         """The step is over; its tensors start on their way to the host."""
-        rows, values, ran = self._rows, self._device_values, self.going
-        self.going, self._rows, self._device_values, self._raw = False, None, {}, None
-        number = self._number
+        rows, ran, number = self._rows, self.going, self._number
+        values, table, routes = self._device_values, self._table, self._host_routes
+        self.going = False
+        self._drop()
         if rows is None or not in_steps(number % REPLICA_STEPS, self.session.options):
             if ran:
                 self.blocks.lose()
             return
-        host, ready = self._outlet.send(values)
-        if "raw" in host:
-            host.setdefault("scaled", host["raw"])
-        if "processed" not in host and "scaled" in host and not self.wants_masked:
-            host["processed"] = host["scaled"]
+        host = {name: self._outlet.copy(tensor) for name, tensor in values.items()}
+        if table is not None:
+            table = Table(data=self._outlet.copy(table.data), layout=table.layout)
+        if routes is not None:
+            host["routes"] = routes
+        ready, held = self._outlet.done()
         step = Step(
             number=number,
             t_ns=self._t_ns,
@@ -441,7 +473,9 @@ class Recorder:
             graph=self._graph,
             columns=self._columns,
             ready=ready,
-            held=self._outlet.taken,
+            held=held,
+            table=table,
+            cut=self.wants_masked,
         )
         self.blocks.add(step)
 

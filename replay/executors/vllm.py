@@ -200,6 +200,7 @@ def run(
                     warnings += weights.check(source, engine, loaded, str(chosen["model"]))
                     driver.run(engine, recorded_steps(source, engine), changes)
                     forwards += driver.steps
+                    warnings += [driver.left_off] if driver.left_off else []
                     sessions.stop()
                     if session.dropped or session.faults:
                         text = f"it could not be recorded: {session.faults or 'dropped'}"
@@ -297,6 +298,7 @@ class _Driver:
         self._inside: dict[Key, str] = {}
         self._keys: dict[str, Key] = {}
         self._seen: list[dict[str, tuple[int, int]]] = []
+        self.left_off: str | None = None
         self._patches = Patches()
         self._patches.around(type(self._scheduler), "schedule", self._watch)
 
@@ -336,7 +338,9 @@ class _Driver:
             for part in step.parts:
                 if part.key not in self._inside:
                     self._add(part.key)
-            if self._step() != {part.key: (part.start, part.n) for part in step.parts}:
+            wanted = {part.key: (part.start, part.n) for part in step.parts}
+            if (taken := self._step()) != wanted:
+                self.left_off = _parted(step.number, wanted, taken)
                 break
         self._leave(None, last)
         self._settle()
@@ -425,11 +429,13 @@ class _Driver:
             self._engine.abort_request(gone, internal=True)
 
     def _ends_itself(self, name: str) -> bool:
-        """Whether the engine ends a request at its last recorded token.
+        """Whether a request has run to its last recorded token, and the engine ends it there.
 
         With asynchronous scheduling the answer of its last step comes after the next is laid out.
         """
         request, tokens = self._scheduler.requests[name], self._tokens[name]
+        if request.num_computed_tokens < len(tokens) - 1:
+            return False
         how, last = request.sampling_params, int(tokens[-1])
         stops = last == how.eos_token_id or last in (how.stop_token_ids or ())
         made = len(tokens) - request.num_prompt_tokens
@@ -463,6 +469,22 @@ class _Driver:
             parts = output.num_scheduled_tokens
             self._seen.append({name: (int(computed[name]), int(n)) for name, n in parts.items()})
         return output
+
+
+def _parted(
+    number: int, wanted: Mapping[Key, tuple[int, int]], taken: Mapping[Key, tuple[int, int]]
+) -> str:
+    """Where the engine took another step than the recorded one: nothing was laid out after it."""
+    names = dict.fromkeys((*wanted, *taken))
+    key = next(name for name in names if wanted.get(name) != taken.get(name))
+
+    def said(part: tuple[int, int] | None) -> str:
+        return "nothing" if part is None else f"{part[1]} tokens from position {part[0]}"
+
+    return (
+        f"step {number}: the engine scheduled {said(taken.get(key))} of {key.id}, recorded is "
+        f"{said(wanted.get(key))}; the steps behind it were not laid out"
+    )
 
 
 def _origins(tape: Tape, root: Path, engines: Collection[str]) -> dict[Key, Key]:

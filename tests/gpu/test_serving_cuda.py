@@ -10,7 +10,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from rolltape.recorder.serving.device import Outlet, RouteBuffer  # noqa: E402
-from rolltape.recorder.serving.distribution import _plain, measure, pack  # noqa: E402
+from rolltape.recorder.serving.distribution import (  # noqa: E402
+    device_measure,
+    measure,
+    most_listed,
+    pack,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,14 +34,46 @@ def test_one_pass_says_what_torch_says(vocab: int, dtype: Any) -> None:
     masked = scaled.masked_fill(scaled < bound, -torch.inf)
     masked[3] = scaled[3]  # a row that nothing was cut from
     token = masked.softmax(-1).multinomial(1).to(torch.int32)
-    got = measure(token=token, raw=raw, masked=masked, temperature=temperature, top_k=50)
-    want = _plain(token.long(), raw, masked, temperature, got["kept"].shape[1])
-    for name in ("raw", "scaled", "processed"):
-        torch.testing.assert_close(got[name], want[name], atol=2e-5, rtol=0)
-    assert got["kept_n"].equal(want["kept_n"])
-    for row, n in enumerate(got["kept_n"].tolist()):
-        if n <= got["kept"].shape[1]:
-            assert got["kept"][row, :n].equal(want["kept"][row, :n])
+    own = torch.randn(37, 2, device="cuda")[:, 0]
+    kernel, outlet = device_measure(token.device), Outlet(token.device)
+    for scale in (temperature, None):
+        for kind, cut in ((None, masked), ("raw", masked), ("processed", None)):
+            table = kernel(
+                token=token, raw=raw, masked=cut, temperature=scale,
+                own=own if kind else None, kind=kind, most=most_listed(50),
+            )  # fmt: skip
+            host = outlet.copy(table.data)
+            done, held = outlet.done()
+            done.synchronize()
+            assert held >= host.nbytes
+            got = type(table)(data=host, layout=table.layout).arrays()
+            want = measure(token=token, raw=raw, masked=cut, temperature=scale, top_k=50)
+            if kind:
+                want[kind] = own
+            assert got["token"].tolist() == token.tolist()
+            for name in ("raw", "scaled", "processed"):
+                assert (name in got) == (name in want)
+                if name in want:
+                    there = torch.from_numpy(got[name].copy())
+                    torch.testing.assert_close(there, want[name].cpu(), atol=2e-5, rtol=0)
+            if cut is None:
+                assert "kept" not in got
+                continue
+            assert (got["kept_n"] == want["kept_n"].cpu().numpy()).all()
+            for row, n in enumerate(got["kept_n"].tolist()):
+                if n <= got["kept"].shape[1]:
+                    assert (got["kept"][row, :n] == want["kept"][row, :n].cpu().numpy()).all()
+
+
+def test_a_row_is_measured_the_same_whatever_the_others_are() -> None:
+    raw = torch.randn(64, 151_936, device="cuda") * 4
+    token = raw.argmax(-1)
+    kernel = device_measure(raw.device)
+    how = {"masked": None, "temperature": None, "own": None, "kind": None, "most": 0}
+    whole = kernel(token=token, raw=raw, **how).data.cpu()
+    for row in (0, 5, 63):
+        alone = kernel(token=token[row : row + 1], raw=raw[row : row + 1], **how).data.cpu()
+        assert int(alone[0]) == int(whole[row])
 
 
 def test_large_sets_travel_as_bitmaps() -> None:
@@ -44,6 +81,7 @@ def test_large_sets_travel_as_bitmaps() -> None:
     logits[logits < 0] = -torch.inf
     token = logits.argmax(-1)
     got = measure(token=token, raw=None, masked=logits, temperature=None, top_k=0)
+    assert "kept" not in got
     bits = np.unpackbits(got["bitmap"].cpu().numpy(), axis=1, bitorder="little", count=1003)
     assert (bits.astype(bool) == (logits > -torch.inf).cpu().numpy()).all()
     assert got["bitmap"].equal(pack(logits))
@@ -69,9 +107,10 @@ def test_a_graph_goes_on_writing_into_the_buffer() -> None:
         source.copy_(torch.randint(0, 128, source.shape, device="cuda"))
         graph.replay()
         want = source[:, :20].transpose(0, 1).to(torch.int16).clone()
-        sent.append((outlet.send({"routes": buffer.take(20)}), want))
+        host = buffer.leave(20, outlet) if step % 2 else outlet.copy(buffer.take(20))
+        sent.append((host, outlet.done()[0], want))
         assert step < 20
-    for (host, ready), want in sent:
+    for host, ready, want in sent:
         ready.synchronize()
-        assert host["routes"].equal(want.cpu())
+        assert host.equal(want.cpu())
     assert (buffer.ids[:20] == -1).all()

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import rolltape  # noqa: E402
 from rolltape import store  # noqa: E402
-from rolltape.recorder.serving.batch import Life, Roster, Step  # noqa: E402
+from rolltape.recorder.serving.batch import Life, Roster, Step, Table  # noqa: E402
 from rolltape.recorder.serving.device import (  # noqa: E402
     SLAB_BYTES,
     Outlet,
@@ -239,10 +239,63 @@ def test_kept_sets_of_greedy_cut_and_free_rows(tmp_path: Path) -> None:
 def test_the_route_buffer_is_empty_between_steps() -> None:
     buffer = RouteBuffer(8, 1, 2, torch.device("cpu"))
     buffer.hook(0)(torch.tensor([[1, 2], [3, 4]]))
-    host, ready = Outlet(torch.device("cpu")).send({"routes": buffer.take(3)})
-    assert ready is None
-    assert host["routes"][:, 0].tolist() == [[1, 2], [3, 4], [-1, -1]]
+    outlet = Outlet(torch.device("cpu"))
+    host = buffer.leave(3, outlet)
+    assert outlet.done() == (None, 0)
+    assert host[:, 0].tolist() == [[1, 2], [3, 4], [-1, -1]]
     assert (buffer.take(8) == -1).all()
+
+
+@pytest.mark.parametrize("block_size", [0, 4])
+def test_steady_steps_are_placed_like_any_others(block_size: int) -> None:
+    rng = np.random.default_rng(block_size)
+    quick, slow = Roster(block_size), Roster(block_size)
+    for roster in (quick, slow):
+        for i in range(6):
+            roster.add(Life(f"r{i}", 0, np.arange(3 + i, dtype=np.uint32), blocks=[i]))
+    done = [0] * 6
+    known: dict[tuple[int, ...], np.ndarray] = {}
+    rows = [0, 1, 2]
+    for _ in range(300):
+        if rng.random() < 0.2:
+            rows = rng.permutation(6)[: rng.integers(1, 7)].tolist()
+        if rng.random() < 0.05:  # preempted: from the start again
+            done[rows[0]] = 0
+        lives = [quick.lives[i] for i in rows]
+        index = known.setdefault(tuple(rows), np.array(rows))
+        start = np.array([done[i] for i in rows])
+        prompts = np.array([3 + i for i in rows])
+        left = np.maximum(prompts - start, 1)
+        n = np.where(rng.random(len(rows)) < 0.8, left, 1)
+        a = quick.place(lives, start, n, index=index)
+        slow._settle()
+        b = slow.place([slow.lives[i] for i in rows], start, n)
+        for name in ("life", "start", "n", "drafted", "samples", "prompt", "seen", "cached"):
+            assert getattr(a, name).tolist() == getattr(b, name).tolist(), name
+        assert a.blocks == b.blocks
+        for i, more in zip(rows, n.tolist(), strict=True):
+            done[i] += more
+
+
+def test_columns_of_a_table_arrive_like_values(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    life = engine.life("a", 2, [1])
+    engine.step((life, 0, 2))
+    (step,) = engine.steps
+    words = torch.tensor([np.float32(-1.5).view(np.int32), 7, 3, 1, 4], dtype=torch.int32)
+    layout = {
+        "raw": (0, "float32", (1,)), "token": (1, "int32", (1, 1)),
+        "kept_n": (2, "int32", (1,)), "kept": (3, "int32", (1, 2)),
+    }  # fmt: skip
+    one = replace(step, values={}, table=Table(data=words, layout=layout), cut=False)
+    (got,) = unpack(pickle.loads(pickle.dumps(pack([one]))))
+    assert {name: values.tolist() for name, values in got.values.items()} == {
+        "raw": [-1.5], "scaled": [-1.5], "processed": [-1.5],
+        "token": [[7]], "kept_n": [3], "kept": [[1, 4]],
+    }  # fmt: skip
+    assert one.nbytes >= words.nbytes
+    cut = replace(one, cut=True)
+    assert "processed" not in unpack(pack([cut]))[0].values
 
 
 def test_a_second_recording_of_an_engine_reads_the_buffer_that_its_graphs_write_to() -> None:
