@@ -3,6 +3,11 @@
 Runs vllm_job.py (its arguments follow `--`) under a recording in this process, and prints for each
 part of the recorder microseconds a step on the engine's thread, processor time of every thread a
 step, and with `--kernels` how busy the device was. The parts lie within each other.
+
+With `--pairs` the recording is switched on and off from one run to the next, in one engine, and
+what is printed is the mean ratio of tokens/s with it to without it, and its 95 % interval. Engine
+starts differ by several per cent, runs of one engine by far less. The in-graph copies of the routes
+run in both, so `record_overhead.py` is the whole cost and this the part that the host sees.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import threading
@@ -22,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import vllm_job
+from record_overhead import student_95
 
 import rolltape
 
@@ -78,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bare", action="store_true", help="without a recording")
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--pairs", action="store_true")
     parser.add_argument("job", nargs="*")
     args = parser.parse_args()
     sys.argv = ["vllm_job.py", *args.job]
@@ -100,6 +108,9 @@ def main() -> None:
         finally:
             after = threads()
 
+    if args.pairs:
+        paired(generate)
+        return
     vllm.LLM.generate = watched
     with tempfile.TemporaryDirectory() as folder:
         if args.bare:
@@ -128,6 +139,70 @@ def main() -> None:
     for name, cpu in sorted(after.items(), key=lambda item: -item[1])[:14]:
         print(f"thread {name:33} {(cpu - before.get(name, 0.0)) / steps * 1e6:9.1f} us a step")
     print(json.dumps({"steps": steps}))
+
+
+def paired(generate: Any) -> None:
+    """Run the job, its runs recorded and not in turn."""
+    import vllm
+
+    from rolltape.recorder import session as sessions
+
+    with tempfile.TemporaryDirectory() as folder, rolltape.record(Path(folder) / "tape"):
+        pairs = Pairs(sessions.active())
+        first: set[str] = set()
+
+        def run(llm: Any, prompts: Any, params: Any, **how: Any) -> Any:
+            workload = "none" if params.logprobs is None else "logprobs"
+            if workload not in first:  # not timed
+                first.add(workload)
+                return generate(llm, prompts, params, **how)
+            return pairs.run(workload, lambda: generate(llm, prompts, params, **how))
+
+        vllm.LLM.generate = run
+        vllm_job.main()
+        print(json.dumps(pairs.report()))
+
+
+class Pairs:
+    """Runs of one engine, recorded and not, in turn: on, off, off, on."""
+
+    def __init__(self, session: Any) -> None:
+        self._session, self._seen = session, 0
+        self.seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
+
+    def run(self, workload: str, call: Any) -> Any:
+        """Time one run."""
+        from rolltape.recorder import session as sessions
+
+        if not self.seconds.get((workload, True)):
+            self._seen = 0
+        on = self._seen % 4 in (0, 3)
+        self._seen += 1
+        sessions._active = self._session if on else None
+        begin = time.perf_counter()
+        try:
+            return call()
+        finally:
+            self.seconds[workload, on].append(time.perf_counter() - begin)
+            sessions._active = self._session
+            self._session.commit()  # what it still writes is not in the time of the next run
+
+    def report(self) -> dict[str, Any]:
+        """By workload the ratio of the mean rates, with its 95 % interval over the pairs."""
+        found = {}
+        for workload in dict.fromkeys(name for name, _ in self.seconds):
+            both = zip(self.seconds[workload, False], self.seconds[workload, True], strict=False)
+            ratios = [off / on for off, on in both]
+            half = 0.0
+            if len(ratios) > 1:
+                error = statistics.stdev(ratios) / len(ratios) ** 0.5
+                half = student_95(len(ratios) - 1) * error
+            mean = statistics.mean(ratios)
+            found[workload] = {
+                "ratio": round(mean, 4), "lo": round(mean - half, 4), "hi": round(mean + half, 4),
+                "pairs": len(ratios),
+            }  # fmt: skip
+        return found
 
 
 def profiled(run: Any) -> Any:

@@ -248,10 +248,17 @@ class Table:
     def arrays(self) -> dict[str, np.ndarray]:
         """The columns by name."""
         words = self.data if isinstance(self.data, np.ndarray) else self.data.numpy()
-        return {
-            name: words[at : at + int(np.prod(shape))].view(dtype).reshape(shape)
-            for name, (at, dtype, shape) in self.layout.items()
-        }
+        found = {}
+        for name, (at, dtype, shape) in self.layout.items():
+            size = int(np.prod(shape))
+            column = words[at : at + words_of(dtype, size)].view(dtype)
+            found[name] = column[:size].reshape(shape)
+        return found
+
+
+def words_of(dtype: str, size: int) -> int:
+    """int32 words that so many numbers take."""
+    return -(-size * np.dtype(dtype).itemsize // 4)
 
 
 @dataclass(frozen=True, kw_only=True)

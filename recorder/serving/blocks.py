@@ -15,6 +15,7 @@ import numpy as np
 from rolltape.recorder.serving.batch import Life, Roster, Step
 from rolltape.recorder.serving.scribe import Scribe
 from rolltape.recorder.serving.scribe_process import ScribeProcess, can_start
+from rolltape.recorder.serving.steady import Steady
 from rolltape.recorder.serving.wire import Block, pack, travelling
 from rolltape.recorder.session import Session
 from rolltape.store import TapeWriter
@@ -33,14 +34,23 @@ class Blocks:
         roster: the lives that they speak of.
         scribe: how they are written; the process that writes them goes on with a copy.
         owner: adds the steps. When it is gone, what is left is written.
+        steady: steps that are still on the device.
     """
 
-    def __init__(self, session: Session, roster: Roster, scribe: Scribe, owner: object) -> None:
+    def __init__(
+        self,
+        session: Session,
+        roster: Roster,
+        scribe: Scribe,
+        owner: object,
+        *,
+        steady: Steady | None = None,
+    ) -> None:
         self._session, self._roster = session, roster
         self._engine, self._rank = scribe.engine, scribe.rank
         self._process = ScribeProcess(session, scribe) if can_start() else None
         self._scribe = scribe  # writes here where there is no process
-        self._lock = threading.Lock()
+        self._lock, self._steady = threading.Lock(), steady
         self._steps: list[Step] = []
         self._ended: list[Life] = []
         self._bytes, self._since = 0, 0.0
@@ -80,8 +90,23 @@ class Blocks:
         with self._lock:
             self._lost = True
 
+    def collect(self) -> None:
+        """Take the steps that are still on the device, before anything that comes behind them."""
+        if self._steady is None:
+            return
+        with self._steady.lock:
+            steps = self._steady.drain()
+            if not steps:
+                return
+            with self._lock:
+                if not self._steps:
+                    self._since = time.monotonic()
+                self._steps += steps
+                self._bytes += sum(step.nbytes for step in steps)
+
     def flush(self) -> None:
         """Hand over the steps so far."""
+        self.collect()
         with self._lock:
             steps, self._steps = self._steps, []
             size, self._bytes = self._bytes, 0
@@ -150,7 +175,8 @@ class Blocks:
         while owner() is not None:
             if self._over.wait(BLOCK_SECONDS / 2):
                 return
-            if self._steps and time.monotonic() - self._since >= BLOCK_SECONDS:
+            old = self._steps and time.monotonic() - self._since >= BLOCK_SECONDS
+            if old or (self._steady is not None and self._steady.waits()):
                 self._session.always("flush", self.flush)
         self._session.always("flush", self.close)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+
+from rolltape.recorder.serving.batch import words_of
 
 #: Kept sets up to this size travel as lists of ids, larger ones as bitmaps.
 MOST_LISTED = 256
@@ -52,14 +56,62 @@ def most_listed(top_k: int) -> int:
 
 
 def device_measure(device: torch.device) -> Any:
-    """`rolltape.recorder.serving.kernels.Measure` for a device that it runs on, else None."""
+    """`rolltape.recorder.serving.kernels.measure` for a device that it runs on, else None."""
     if device.type != "cuda":
         return None
     try:
-        from rolltape.recorder.serving.kernels import Measure
+        from rolltape.recorder.serving.kernels import measure as kernel
     except ImportError:  # no Triton
         return None
-    return Measure()
+    return kernel
+
+
+#: Columns of a table in front of the lists: float32, but token and kept_n.
+COLUMNS = ("raw", "scaled", "processed", "own", "token", "kept_n")
+
+
+@functools.lru_cache(maxsize=4096)
+def table_layout(
+    rows: int,
+    *,
+    most: int,
+    raw: bool,
+    scaled: bool,
+    masked: bool,
+    own: str | None,
+    routes: tuple[int, int] | None = None,
+) -> tuple[int, Mapping[str, tuple[int, str, tuple[int, ...]]]]:
+    """Where the columns of a step lie in its table, as a kernel writes them.
+
+    Args:
+        rows: of the step.
+        most: ids of a kept set, 0 for no lists.
+        raw: whether there are logprobs of the logits of the model,
+        scaled: and of those divided by temperatures,
+        masked: and of those that were cut, with the size of the kept set.
+        own: column that the engine computed itself.
+        routes: (layers, k) if there is one token a row whose routes are wanted.
+
+    Returns:
+        int32 words of the table; name -> (first word, dtype, shape).
+    """
+    there = {"raw": raw, "scaled": scaled, "processed": masked, "token": True, "kept_n": masked}
+    found: dict[str, tuple[int, str, tuple[int, ...]]] = {}
+    for number, name in enumerate(COLUMNS):
+        if there.get(name):
+            exact = name in ("token", "kept_n")
+            shape = (rows, 1) if name == "token" else (rows,)
+            found[name] = number * rows, "int32" if exact else "float32", shape
+    if own is not None:
+        found[own] = COLUMNS.index("own") * rows, "float32", (rows,)
+    words = len(COLUMNS) * rows
+    if most:
+        found["kept"] = words, "int32", (rows, most)
+        words += rows * most
+    if routes is not None:
+        found["routes"] = words, "int16", (rows, *routes)
+        words += words_of("int16", rows * routes[0] * routes[1])
+    return words, found
 
 
 def measure_verified(

@@ -10,20 +10,12 @@ A row is a program of its own: what it computes does not depend on the other row
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from rolltape.recorder.serving.batch import Table
-
 #: Logits that one program reads at a time.
 BLOCK = 8192
-#: Columns of the result in front of the lists: see `_layout`.
-_COLUMNS = ("raw", "scaled", "processed", "own", "token", "kept_n")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -38,14 +30,17 @@ def _measure(  # type: ignore[no-untyped-def]
     token,
     token_stride,
     out,
+    routes,
     rows,
     vocab,
     most,
+    per_row,
     RAW: tl.constexpr,
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     LIST: tl.constexpr,
     OWN: tl.constexpr,
+    ROUTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -56,6 +51,12 @@ def _measure(  # type: ignore[no-untyped-def]
     numbers = out.to(tl.pointer_type(tl.float32))
     if OWN:
         tl.store(numbers + 3 * rows + row, tl.load(own + row * own_stride))
+    if ROUTES:
+        cell = tl.arange(0, ROUTES)
+        mine = routes + row * per_row + cell
+        short = (out + rows * (6 + most)).to(tl.pointer_type(tl.int16))
+        tl.store(short + row * per_row + cell, tl.load(mine, mask=cell < per_row), cell < per_row)
+        tl.store(mine, tl.full((ROUTES,), -1, tl.int16), cell < per_row)  # the buffer is empty
     divisor = 1.0
     if SCALED:
         divisor = tl.load(temperature + row)
@@ -115,78 +116,42 @@ def _measure(  # type: ignore[no-untyped-def]
         tl.store(out + 5 * rows + row, count)
 
 
-class Measure:
-    """Measures steps one after another into one piece of device memory, which is used again.
+def measure(
+    *,
+    out: torch.Tensor,
+    token: torch.Tensor,
+    raw: torch.Tensor | None,
+    masked: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    own: torch.Tensor | None,
+    most: int,
+    routes: torch.Tensor | None = None,
+) -> None:
+    """Write what `distribution.measure` says of a step, and more, into its table.
 
-    What it returned last has to be copied away, in the same stream, before it is called again.
+    Args:
+        out: int32 words as `distribution.table_layout` wants them.
+        token: integers [rows] or [rows, 1], the token drawn in each row.
+        raw: [rows, V] logits as the model gave them, or None.
+        masked: [rows, V] logits after truncation, -inf outside the kept set, or None.
+        temperature: float32 [rows]; None if all are 1, then there is no `scaled`.
+        own: float32 [rows] logprobs that the engine computed itself, or None.
+        most: ids that a kept set may have; 0 for no list.
+        routes: int16 [at least rows, layers, k] whose first rows are moved to the table: -1 stays
+            behind.
     """
-
-    def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
-
-    def __call__(
-        self,
-        *,
-        token: torch.Tensor,
-        raw: torch.Tensor | None,
-        masked: torch.Tensor | None,
-        temperature: torch.Tensor | None,
-        own: torch.Tensor | None,
-        kind: str | None,
-        most: int,
-    ) -> Table:
-        """What `distribution.measure` says, and the token.
-
-        Args:
-            token: integers [rows] or [rows, 1], the token drawn in each row.
-            raw: [rows, V] logits as the model gave them, or None.
-            masked: [rows, V] logits after truncation, -inf outside the kept set, or None. One of
-                the two is there.
-            temperature: float32 [rows]; None if all are 1, then there is no `scaled`.
-            own: float32 [rows] logprobs that the engine computed itself, or None.
-            kind: which column they are: `raw` or `processed`.
-            most: ids that a kept set may have; 0 for no list.
-
-        Returns:
-            int32 `token` [rows, 1], float32 [rows] `raw`, `scaled`, `processed`, int32 [rows]
-            `kept_n` and int32 [rows, most] `kept`, ascending: those that can be said.
-        """
-        first = raw if raw is not None else masked
-        assert first is not None
-        rows, vocab = first.shape
-        scaled = raw is not None and temperature is not None
-        most = most if masked is not None else 0
-        size = rows * (len(_COLUMNS) + most)
-        if self._memory is None or len(self._memory) < size:
-            self._memory = torch.empty(size, dtype=torch.int32, device=first.device)
-        out = self._memory[:size]
-        a = raw if raw is not None else first
-        b = masked if masked is not None else first
-        _measure[(rows,)](
-            a, a.stride(0), b, b.stride(0), temperature if scaled else out,
-            own if own is not None else out, own.stride(0) if own is not None else 0,
-            token, token.stride(0), out, rows, vocab, most,
-            RAW=raw is not None, SCALED=scaled, MASKED=masked is not None, LIST=most > 0,
-            OWN=own is not None, BLOCK=BLOCK, num_warps=16,
-        )  # fmt: skip
-        said = raw is not None, scaled, masked is not None, kind if own is not None else None
-        return Table(data=out, layout=_layout(rows, most, *said))
-
-
-@functools.lru_cache(maxsize=4096)
-def _layout(
-    rows: int, most: int, raw: bool, scaled: bool, masked: bool, own: str | None
-) -> Mapping[str, tuple[int, str, tuple[int, ...]]]:
-    """Where the columns of a result lie."""
-    there = {"raw": raw, "scaled": scaled, "processed": masked, "token": True, "kept_n": masked}
-    found: dict[str, Any] = {}
-    for number, name in enumerate(_COLUMNS):
-        if there.get(name):
-            exact = name in ("token", "kept_n")
-            shape = (rows, 1) if name == "token" else (rows,)
-            found[name] = number * rows, "int32" if exact else "float32", shape
-    if own is not None:
-        found[own] = _COLUMNS.index("own") * rows, "float32", (rows,)
-    if most:
-        found["kept"] = len(_COLUMNS) * rows, "int32", (rows, most)
-    return found
+    first = raw if raw is not None else masked
+    rows, vocab = (len(token), 0) if first is None else first.shape
+    scaled = raw is not None and temperature is not None
+    per_row = 0 if routes is None else routes.stride(0)
+    a = raw if raw is not None else out
+    b = masked if masked is not None else out
+    _measure[(rows,)](
+        a, a.stride(0), b, b.stride(0), temperature if scaled else out,
+        own if own is not None else out, 0 if own is None else own.stride(0),
+        token, token.stride(0), out, out if routes is None else routes,
+        rows, vocab, most, per_row,
+        RAW=raw is not None, SCALED=scaled, MASKED=masked is not None, LIST=most > 0,
+        OWN=own is not None, ROUTES=0 if routes is None else triton.next_power_of_2(per_row),
+        BLOCK=BLOCK, num_warps=16,
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -26,10 +27,12 @@ from rolltape.recorder.serving.distribution import (
     measure_verified,
     most_listed,
     pack,
+    table_layout,
 )
 from rolltape.recorder.serving.prefix import Prefix
 from rolltape.recorder.serving.ranks import Rank
 from rolltape.recorder.serving.scribe import Scribe, prompt_job
+from rolltape.recorder.serving.steady import Alike, Steady, follow_blocks, write_table
 from rolltape.recorder.session import MAX_FAULTS, Session
 from rolltape.recorder.settings import record_settings
 from rolltape.recorder.top import check_top, top_logprobs
@@ -60,7 +63,7 @@ def recorder_of(session: Session, runner: Any) -> Recorder:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Batch:
     """What is the same in every step with the same requests in the same rows.
 
@@ -118,7 +121,12 @@ class Recorder:
         self._table: Table | None = None
         self._raw: torch.Tensor | None = None
         self._source = "recomputed"
-        self._vocab = self._tokens = self._drafted = 0
+        # rows of the step that is running, its tokens, and how many of them are drafts
+        self._running = self._tokens = self._drafted = 0
+        self._vocab = 0
+        # whether every request goes on by one token, from where, and whether that was kept
+        self._quiet = self._kept = False
+        self._start: np.ndarray | None = None
         self._graph: str | None = None
         self._t_ns = 0
         self._outlet, self._measure = Outlet(self.device), device_measure(self.device)
@@ -143,12 +151,15 @@ class Recorder:
             prefix=Prefix(self._size) if shares and self._buffer is not None else None,
             rank=Rank(rank=self._rank, stage=_stage()) if ranks > 1 else None,
         )
-        self.blocks = Blocks(session, self.roster, scribe, self)
+        self._steady = Steady(self.roster, self._outlet, self.device)
+        self.blocks = Blocks(session, self.roster, scribe, self, steady=self._steady)
         self._columns = facts.pop("columns")
         job = engine_job(self.engine, "rollout", "vllm", facts, requested)
         session.put(job, nbytes=8192, gap={"engine": self.engine, "detail": {"table": "engines"}})
         if moe.reason and moe.layers:
             session.event("notice", engine=self.engine, detail={"reason": moe.reason})
+        every_step = session.options.step_range == (0, None)
+        self._may_be_quiet = self._speaks and every_step and not session.options.top_logprobs
         wanted = session.options.top_logprobs
         vocab = int(config.model_config.get_vocab_size())
         self._top = session.safely("vllm.top_logprobs", check_top, wanted, vocab) if wanted else 0
@@ -222,10 +233,11 @@ class Recorder:
 
     def guard(self, name: str, call: Callable[..., None], *args: Any) -> None:
         """Call one of our own; a fault ends the recording of this step, never the step."""
-        before = self.session.faults.get(name, 0)
-        self.session.safely(name, call, *args)
-        if self.session.faults.get(name, 0) != before:
-            self._abandon(name)
+        with self._steady.lock:
+            before = self.session.faults.get(name, 0)
+            self.session.safely(name, call, *args)
+            if self.session.faults.get(name, 0) != before:
+                self._abandon(name)
 
     def _abandon(self, name: str) -> None:
         self.going = False
@@ -240,16 +252,23 @@ class Recorder:
         """Nothing of the step that is running is kept."""
         self._rows, self._device_values, self._raw = None, {}, None
         self._host_routes, self._table = None, None
-
-    @property
-    def rows(self) -> Rows | None:
-        """The rows of the step that is running; None between steps."""
-        return self._rows
+        self._running, self._quiet, self._kept = 0, False, False
 
     @property
     def lives(self) -> list[Life]:
         """The requests of the step that is running, in row order."""
         return self._batch.lives
+
+    def spans(self) -> list[tuple[str, int, int]]:
+        """(request, first position, tokens) of each row of the step that is running; or none."""
+        rows, lives = self._rows, self._batch.lives
+        if rows is not None:
+            parts = zip(lives, rows.start.tolist(), rows.n.tolist(), strict=True)
+            return [(life.request, start, n) for life, start, n in parts]
+        if not self._quiet or not self._running or self._start is None:
+            return []
+        starts = zip(lives, self._start.tolist(), strict=True)
+        return [(life.request, start, 1) for life, start in starts]
 
     @property
     def _speaks(self) -> bool:
@@ -271,6 +290,11 @@ class Recorder:
         # counted before anything can fail: the ranks of a group give a step the same number
         if scheduled.total_num_scheduled_tokens:
             self._number, self._next = self._next, self._next + 1
+        self._quiet = self._goes_on(scheduled)
+        if self._quiet:
+            self.going = True
+            return
+        self.blocks.collect()
         for name in scheduled.finished_req_ids:
             life = self._lives.pop(name, None)
             if life is not None:
@@ -280,7 +304,7 @@ class Recorder:
         if scheduled.finished_req_ids or scheduled.scheduled_new_reqs:
             self._same = None
         if self._size:
-            self._follow_blocks(scheduled.scheduled_cached_reqs)
+            follow_blocks(scheduled.scheduled_cached_reqs, self._lives)
         for name in (getattr(scheduled, "preempted_req_ids", None) or ()) if self._speaks else ():
             request, sample = request_of(name)
             self.session.event(
@@ -290,19 +314,30 @@ class Recorder:
         if self.going and self._stale:
             self._complete_weights()
 
-    def _follow_blocks(self, cached: Any) -> None:
-        """Which KV blocks the requests that go on have been given."""
-        resumed = cached.resumed_req_ids
-        names = cached.req_ids
-        # in most steps only a few get any
-        for at in [at for at, blocks in enumerate(cached.new_block_ids) if blocks]:
-            life = self._lives.get(names[at])
-            if life is not None and names[at] not in resumed:
-                life.blocks.extend(cached.new_block_ids[at][0])
-        for name, blocks in zip(names, cached.new_block_ids, strict=False) if resumed else ():
-            life = self._lives.get(name) if name in resumed else None
-            if life is not None:
-                life.blocks = list(blocks[0]) if blocks else []
+    def _goes_on(self, scheduled: Any) -> bool:
+        """Whether every request of the last step goes on by one token, and that is all."""
+        if not self._may_be_quiet or self._same is None or self._stale:
+            return False
+        rows, cached = len(self._same[0]), scheduled.scheduled_cached_reqs
+        return not (
+            scheduled.total_num_scheduled_tokens != rows
+            or len(cached.req_ids) != rows
+            or scheduled.finished_req_ids
+            or scheduled.scheduled_new_reqs
+            or scheduled.scheduled_spec_decode_tokens
+            or cached.resumed_req_ids
+            or getattr(scheduled, "preempted_req_ids", None)
+        )
+
+    def _loud(self) -> None:
+        """The step that is running is one of its own after all."""
+        self._quiet = False
+        self.blocks.collect()
+        if self._size:
+            follow_blocks(self.scheduled.scheduled_cached_reqs, self._lives)
+        if self._running and self._start is not None:
+            batch, one = self._batch, np.ones(self._running, np.int64)
+            self._rows = self.roster.place(batch.lives, self._start, one, index=batch.index)
 
     def _born(self, new: Any) -> Life | None:
         params, ids = new.sampling_params, new.prompt_token_ids
@@ -336,21 +371,28 @@ class Recorder:
         self, ids: Sequence[str], start: np.ndarray, n: np.ndarray, drafted: np.ndarray | None
     ) -> None:
         """The batch, in row order; called right before the model runs."""
+        self._t_ns, self._graph = time.time_ns(), _graph()
+        self._tokens = self.scheduled.total_num_scheduled_tokens
+        self._running, self._drafted = len(ids), 0
+        if self._quiet:
+            if drafted is None and self._same is not None and self._same[0] == ids:
+                self._start = start
+                return
+            self._running = 0
+            self._loud()
+            self._running = len(ids)
         if self._same is None or self._same[0] != ids:
             lives = [self._lives.get(name) for name in ids]
             known = [life for life in lives if life is not None]
             if len(known) != len(lives):
-                self.going = False
+                self.going, self._running = False, 0
                 self.blocks.lose()
                 return
             self._same = (list(ids), _Batch.of(known))
         self._batch = self._same[1]
         same = self._batch
         self._rows = self.roster.place(same.lives, start, n, drafted, index=same.index)
-        self._tokens = self.scheduled.total_num_scheduled_tokens
         self._drafted = 0 if drafted is None else int(drafted.sum())
-        self._t_ns = time.time_ns()
-        self._graph = _graph()
 
     def take_routes(self) -> None:
         """The model ran: its routes are in the buffer."""
@@ -365,10 +407,9 @@ class Recorder:
             in_place: whether the sampler may write to them where they are float32.
         """
         self._raw = None
-        rows = self._rows
-        if logits is None or rows is None or not self._speaks:
+        if logits is None or not self._running or not self._speaks:
             return
-        if len(logits) != len(rows) + self._drafted:
+        if len(logits) != self._running + self._drafted:
             return
         self._vocab = int(logits.shape[-1])
         # drafts are verified on copies
@@ -392,32 +433,46 @@ class Recorder:
             own: float32 [rows] logprobs that the engine returns.
             kind: what they are: `raw` or `processed`.
         """
-        rows, raw = self._rows, self._raw
-        if rows is None:
-            return
-        values = self._device_values
-        self._source = "recomputed"
-        if raw is None:
-            values["token"] = token
+        raw = self._raw
+        if not self._running:
             return
         scale = None
-        if self._batch.warm and temperature is not None:
+        if raw is not None and self._batch.warm and temperature is not None:
             scale = torch.where(temperature < 1e-5, 1.0, temperature).float()
-        if len(raw) != len(rows):  # drafts were verified: several rows of logits a request
-            values["token"] = token
-            values |= measure_verified(
-                token=token, raw=raw, drafted=rows.drafted, temperature=scale
-            )
-            return
-        if cut is not None and (cut.shape != raw.shape or not self.wants_masked):
+        if raw is None or cut is None or cut.shape != raw.shape or not self.wants_masked:
             cut = None
+        if kind is None:
+            own = None
+        self._source = "recomputed" if own is None else "engine"
+        most = most_listed(self._batch.top_k) if cut is not None else 0
+        whole = raw is not None and len(raw) == self._running
         mine = None if kind == "raw" and scale is None else raw
-        own = own if kind is not None else None
-        if self._measure is not None and (mine is not None or cut is not None):
-            most = most_listed(self._batch.top_k)
-            self._table = self._measure(
-                token=token, raw=mine, masked=cut, temperature=scale, own=own, kind=kind, most=most
+        if self._quiet and whole and (cut is None or most):
+            self._keep(token, mine, cut, scale, own, kind, most)
+            return
+        if self._quiet:
+            self._loud()
+            self.take_routes()
+        values, rows = self._device_values, self._rows
+        if raw is None or rows is None or not whole:
+            values["token"] = token
+            if raw is not None and rows is not None:  # drafts were verified: rows of logits each
+                self._source = "recomputed"
+                values |= measure_verified(
+                    token=token, raw=raw, drafted=rows.drafted, temperature=scale
+                )
+            return
+        if self._measure is not None:
+            words, layout = table_layout(
+                self._running, most=most, raw=mine is not None,
+                scaled=mine is not None and scale is not None, masked=cut is not None,
+                own=kind if own is not None else None,
+            )  # fmt: skip
+            out = torch.empty(words, dtype=torch.int32, device=raw.device)
+            self._measure(
+                out=out, token=token, raw=mine, masked=cut, temperature=scale, own=own, most=most
             )
+            self._table = Table(data=out, layout=layout)
             if cut is not None and not most:
                 values["bitmap"] = pack(cut)
         else:
@@ -427,12 +482,66 @@ class Recorder:
             )
             if own is not None and kind is not None:
                 values[kind] = own
-        if own is not None:
-            self._source = "engine"
         if self._top:
             logprobs = raw.log_softmax(-1, dtype=torch.float32)
             ids, best, tail = top_logprobs(logprobs, self._top)
             values |= {"top_ids": ids.to(torch.int32), "top_logprobs": best, "tail": tail}
+
+    def _keep(
+        self,
+        token: torch.Tensor,
+        raw: torch.Tensor | None,
+        cut: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        own: torch.Tensor | None,
+        kind: str | None,
+        most: int,
+    ) -> None:
+        """Leave all that is wanted of a quiet step on the device; arguments as in `sampled`."""
+        rows, batch, buffer = self._running, self._batch, self._buffer
+        scaled = raw is not None and scale is not None
+        own_name = kind if own is not None else None
+        version = self.versions.current
+        key = (
+            batch, self._graph, self.padded, version, self._vocab,
+            raw is None, scaled, cut is None, own_name, most,
+        )  # fmt: skip
+        if not self._steady.goes_on(key):
+            self.blocks.collect()
+            words, layout = table_layout(
+                rows, most=most, raw=raw is not None, scaled=scaled, masked=cut is not None,
+                own=own_name, routes=None if buffer is None else tuple(buffer.ids.shape[1:]),
+            )  # fmt: skip
+            assert self._same is not None
+            facts = {
+                "version": version, "vocab": self._vocab, "source": self._source,
+                "padded": self.padded, "graph": self._graph, "columns": self._columns,
+                "cut": self.wants_masked,
+            }  # fmt: skip
+            names = dict(zip(self._same[0], batch.lives, strict=True))
+            alike = Alike(
+                lives=batch.lives, index=batch.index, names=names, words=words, layout=layout,
+                facts=facts,
+            )  # fmt: skip
+            self._steady.begin(key, alike)
+        out = self._steady.slot
+        if self._measure is not None:
+            self._measure(
+                out=out, token=token, raw=raw, masked=cut, temperature=scale, own=own, most=most,
+                routes=None if buffer is None else buffer.ids,
+            )  # fmt: skip
+        else:
+            values = measure(token=token, raw=raw, masked=cut, temperature=scale, top_k=batch.top_k)
+            values["token"] = token
+            if own is not None and kind is not None:
+                values[kind] = own
+            if buffer is not None:
+                values["routes"] = buffer.take(rows)
+            write_table(out, self._steady.layout, values)
+        assert self._start is not None
+        cached = self.scheduled.scheduled_cached_reqs if self._size else None
+        self._steady.add(self._number, self._t_ns, self._start, cached)
+        self._kept = True
 
     def scored(self, prompts: dict[str, Any]) -> None:
         """Prompts that the engine has scored: name -> LogprobsTensors on the host, or None."""
@@ -447,6 +556,15 @@ class Recorder:
 
     def finish(self) -> None:
         """The step is over; its tensors start on their way to the host."""
+        if self._quiet and self._kept:
+            self.going = False
+            self._drop()
+            if self._steady.waits():
+                self.blocks.flush()
+            return
+        if self._quiet:
+            self._loud()
+            self.take_routes()
         rows, ran, number = self._rows, self.going, self._number
         values, table, routes = self._device_values, self._table, self._host_routes
         self.going = False
@@ -496,14 +614,20 @@ def _stage() -> int:
 
 def _graph() -> str | None:
     """Key of the CUDA graph that this step replays; None if it is eager."""
-    from vllm.forward_context import get_forward_context, is_forward_context_available
-
-    if not is_forward_context_available():
+    available, current = _forward_context()
+    if not available():
         return None
-    context = get_forward_context()
+    context = current()
     mode = getattr(context, "cudagraph_runtime_mode", None)
     name = getattr(mode, "name", None)
     if name in (None, "NONE"):
         return None
     tokens = getattr(getattr(context, "batch_descriptor", None), "num_tokens", None)
     return f"{name.lower()}:{tokens}"
+
+
+@functools.cache
+def _forward_context() -> tuple[Callable[[], bool], Callable[[], Any]]:
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    return is_forward_context_available, get_forward_context

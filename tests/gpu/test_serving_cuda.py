@@ -9,12 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from rolltape.recorder.serving.batch import Table  # noqa: E402
 from rolltape.recorder.serving.device import Outlet, RouteBuffer  # noqa: E402
 from rolltape.recorder.serving.distribution import (  # noqa: E402
     device_measure,
     measure,
     most_listed,
     pack,
+    table_layout,
 )
 
 pytestmark = [
@@ -35,21 +37,32 @@ def test_one_pass_says_what_torch_says(vocab: int, dtype: Any) -> None:
     masked[3] = scaled[3]  # a row that nothing was cut from
     token = masked.softmax(-1).multinomial(1).to(torch.int32)
     own = torch.randn(37, 2, device="cuda")[:, 0]
-    kernel, outlet = device_measure(token.device), Outlet(token.device)
+    kernel, outlet, shown = device_measure(token.device), Outlet(token.device), (24, 8)
     for scale in (temperature, None):
-        for kind, cut in ((None, masked), ("raw", masked), ("processed", None)):
-            table = kernel(
-                token=token, raw=raw, masked=cut, temperature=scale,
-                own=own if kind else None, kind=kind, most=most_listed(50),
+        cases = (None, raw, masked), ("raw", None, masked), ("processed", raw, None)
+        for kind, logits, cut in cases:
+            most = most_listed(50) if cut is not None else 0
+            words, layout = table_layout(
+                37, most=most, raw=logits is not None, masked=cut is not None, own=kind,
+                scaled=logits is not None and scale is not None, routes=shown if kind else None,
             )  # fmt: skip
-            host = outlet.copy(table.data)
+            out = torch.empty(words, dtype=torch.int32, device="cuda")
+            routes = torch.randint(0, 128, (50, *shown), device="cuda").to(torch.int16)
+            left = routes.clone()
+            kernel(
+                out=out, token=token, raw=logits, masked=cut, temperature=scale,
+                own=own if kind else None, most=most, routes=left if kind else None,
+            )  # fmt: skip
+            host = outlet.copy(out)
             done, held = outlet.done()
             done.synchronize()
             assert held >= host.nbytes
-            got = type(table)(data=host, layout=table.layout).arrays()
-            want = measure(token=token, raw=raw, masked=cut, temperature=scale, top_k=50)
+            got = Table(data=host, layout=layout).arrays()
+            want = measure(token=token, raw=logits, masked=cut, temperature=scale, top_k=50)
             if kind:
-                want[kind] = own
+                want |= {kind: own, "routes": routes[:37]}
+                assert (left[:37] == -1).all() and left[37:].equal(routes[37:])
+                assert (got["routes"] == routes[:37].cpu().numpy()).all()
             assert got["token"].tolist() == token.tolist()
             for name in ("raw", "scaled", "processed"):
                 assert (name in got) == (name in want)
@@ -69,11 +82,16 @@ def test_a_row_is_measured_the_same_whatever_the_others_are() -> None:
     raw = torch.randn(64, 151_936, device="cuda") * 4
     token = raw.argmax(-1)
     kernel = device_measure(raw.device)
-    how = {"masked": None, "temperature": None, "own": None, "kind": None, "most": 0}
-    whole = kernel(token=token, raw=raw, **how).data.cpu()
+    how = {"masked": None, "temperature": None, "own": None, "most": 0}
+
+    def first_column(rows: slice) -> Any:
+        out = torch.empty(6 * len(token[rows]), dtype=torch.int32, device="cuda")
+        kernel(out=out, token=token[rows], raw=raw[rows], **how)
+        return out.cpu()[: len(token[rows])]
+
+    whole = first_column(slice(None))
     for row in (0, 5, 63):
-        alone = kernel(token=token[row : row + 1], raw=raw[row : row + 1], **how).data.cpu()
-        assert int(alone[0]) == int(whole[row])
+        assert int(first_column(slice(row, row + 1))[0]) == int(whole[row])
 
 
 def test_large_sets_travel_as_bitmaps() -> None:

@@ -18,7 +18,7 @@ import vllm_job
 from rolltape import store
 from rolltape.recorder import session
 from rolltape.recorder.options import Options
-from rolltape.recorder.serving import blocks
+from rolltape.recorder.serving import blocks, steady
 from rolltape.recorder.serving.scribe_process import ScribeProcess
 from rolltape.recorder.vllm.record import Recorder
 
@@ -84,5 +84,5 @@ class Parts:
 if __name__ == "__main__":
     setattr(Recorder, "launch", launch)  # noqa: B010
     setattr(ScribeProcess, "write", write)  # noqa: B010
-    blocks.BLOCK_STEPS = 4
+    blocks.BLOCK_STEPS = steady.MOST_STEPS = 4
     vllm_job.main(*sys.argv[1:], Parts(Path(sys.argv[2]).parent))

@@ -313,9 +313,9 @@ def test_a_second_recording_of_an_engine_reads_the_buffer_that_its_graphs_write_
     router: Any = Router()
     moe = Moe(layers=(1,), routers=(router,), k=2, num_experts=4)
     runner, recorder = SimpleNamespace(), SimpleNamespace(device=torch.device("cpu"))
-    first: Any = Recorder._bind_routers(recorder, moe, runner)  # type: ignore[arg-type]
+    first: Any = Recorder._bind_routers(recorder, moe, runner)
     first.hook(0)(torch.tensor([[1, 2]]))  # as a step does that nobody records
-    second = Recorder._bind_routers(recorder, moe, runner)  # type: ignore[arg-type]
+    second = Recorder._bind_routers(recorder, moe, runner)
     assert second is first and (first.take(1) == -1).all()
 
 
