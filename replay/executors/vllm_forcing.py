@@ -23,6 +23,8 @@ class Forcing:
         self.runner = runner
         #: int64 prompt and response by the id that the engine uses inside; others are free.
         self.tokens: dict[str, np.ndarray] = {}
+        #: Rows of the last step with forced tokens.
+        self.spans: list[tuple[str, int, int]] = []
         self._patches = Patches()
         self._patches.around(Sampler, "sample", self._sample)
 
@@ -33,11 +35,7 @@ class Forcing:
     def rows(self) -> list[tuple[str, int, int]]:
         """(id inside, first position, tokens) of each row of the step that runs; else none."""
         recorder: Any = getattr(self.runner, "_rolltape", None)
-        rows = getattr(recorder, "rows", None)
-        if rows is None:
-            return []
-        spans = zip(rows.start.tolist(), rows.n.tolist(), strict=True)
-        return [(life.request, *span) for life, span in zip(recorder.lives, spans, strict=True)]
+        return [] if recorder is None else list(recorder.spans())
 
     def _sample(self, wrapped: Any, sampler: Any, args: Any, kwargs: Any) -> Any:
         sampled, *rest = wrapped(*args, **kwargs)
@@ -45,7 +43,7 @@ class Forcing:
             return (sampled, *rest)
         import torch
 
-        rows = self.rows()
+        rows = self.spans = self.rows()
         if len(rows) != len(sampled):
             raise RuntimeError("the rows of this step are not known: tokens cannot be forced")
         forced = np.full(len(rows), -1, np.int64)

@@ -87,6 +87,7 @@ class Bench:
         self._count = 0
         self._watched: dict[str, str] = {}  # sequences that are traced, by the id inside
         self._again: dict[str, Callable[[], str]] = {}  # variant -> run it, and its name
+        self._lots: dict[str, Sequence[Sequence[int]]] = {}  # variant -> rows that ran together
         base, self._responses = self._run(self._whole)
         other = [p.copy() for p in self._prompts]
         other[0][-1] = next(t for t in other[1].tolist() if t != other[0][-1])
@@ -157,6 +158,8 @@ class Bench:
         if case == "tp":
             return self._rank_site(comparison)
         mine = _row(str(comparison.shown["sequence"]))
+        if not self._facts["effective"].get("enforce_eager") and comparison.variant in self._lots:
+            return self._graph_site(comparison.variant, mine)
         rows = range(self.work.prompts) if case == CONTROL else [mine]
         try:
             check_eager(self._facts["effective"])
@@ -171,6 +174,24 @@ class Bench:
         except UsageError as error:
             return {"reason": f"not looked for: {error}"}
         return {"reason": f"not found: with taps, {_LOOKS} pairs of runs agreed"}
+
+    def _graph_site(self, variant: str, row: int) -> Mapping[str, Any]:
+        """The first site at which a row parts, on an engine that captures but does not compile."""
+        from rolltape.replay.verify.vllm_graphs import site_in_graphs
+
+        self._count += 1
+        folder = self._folder / f"graphs-{self._count}"
+        how = self.name, self._arguments, self._prompts, self._responses
+        try:
+            lots = self._whole, self._lots[variant]
+            found = site_in_graphs(folder, *how, lots=lots, rows=[row])
+        except (UsageError, NotApplicableError) as error:
+            return {"reason": f"not looked for: {error}"}
+        if found is None:
+            return {"reason": "not found: without compiled code the two agree"}
+        steps = self._base[row].step
+        step = int(steps.values[steps.valid].min()) + int(found.pop("forward"))
+        return {**found, "sequence": f"prompt-{row}", "step": step, "compiled": False}
 
     def _rank_site(self, comparison: Comparison) -> Mapping[str, Any]:
         """The first site at which two ranks part from one, in one prefill of the same prompts."""
@@ -286,6 +307,7 @@ class Bench:
         return found, None
 
     def _compared(self, variant: str, lots: Sequence[Sequence[int]]) -> Comparison:
+        self._lots[variant] = lots
         found, problem = self._executed(variant, lambda: self._run(lots)[0])
         return self._against(variant, [Values.of(s) for s in found], problem)
 

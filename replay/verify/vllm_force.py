@@ -35,6 +35,15 @@ class Inside:
         return self._forcing.tokens
 
     @property
+    def spans(self) -> list[tuple[str, int, int]]:
+        """(id inside, first position, tokens) of each row of the last step that drew tokens."""
+        return self._forcing.spans
+
+    @spans.setter
+    def spans(self, spans: list[tuple[str, int, int]]) -> None:
+        self._forcing.spans = spans
+
+    @property
     def model(self) -> Any:
         """What the engine runs."""
         return self._forcing.runner.get_model()

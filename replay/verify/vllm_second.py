@@ -69,15 +69,29 @@ def second_engine(
     }
     given = folder / "spec.json"
     given.write_text(json.dumps(spec))
+    beside(__name__, given, ranks=int(arguments.get("tensor_parallel_size", 1)))
+    return rolltape.open(folder / "tape")
+
+
+def beside(module: str, given: Path, *, ranks: int) -> None:
+    """Run a module on its specification, in a process of its own.
+
+    Args:
+        module: its name.
+        given: the specification.
+        ranks: of the engine that it starts.
+
+    Raises:
+        NotApplicableError: it failed, or took too long.
+    """
     # it records for itself, not for the recording of this process
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLLTAPE_")}
-    ranks = int(arguments.get("tensor_parallel_size", 1))
     cores = sorted(os.sched_getaffinity(0))
     if ranks > 1 and len(cores) >= ranks:
         # on the CPU; by itself vLLM gives each rank a NUMA node of its own
         bound = "|".join(map(str, cores[:ranks]))
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
-    command = [sys.executable, "-m", __name__, str(given)]
+    command = [sys.executable, "-m", module, str(given)]
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
@@ -88,7 +102,6 @@ def second_engine(
         errors = [line for line in done.stderr.splitlines() if "Error: " in line]
         reason = errors[-1].split("]: ")[-1].strip() if errors else "no reason was given"
         raise NotApplicableError(f"a second engine failed: {reason[:300]}")
-    return rolltape.open(folder / "tape")
 
 
 def sites_of_second(folder: Path) -> tuple[SiteRows, list[dict[str, Any]]]:
