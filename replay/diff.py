@@ -33,6 +33,7 @@ from rolltape.replay.report import refuse_existing, write_report
 from rolltape.replay.routing_diff import PairRouting, RoutingTally, input_version, own_choice
 from rolltape.replay.semantics import clash_problems
 from rolltape.replay.summary import (
+    Answer,
     answer_of,
     column_problems,
     describe_side,
@@ -54,7 +55,7 @@ from rolltape.replay.suspicions import (
     shift_problem,
     shifted_logprobs,
 )
-from rolltape.replay.value_floor import Seen, ValueFloor, above_floor, floor_of_values
+from rolltape.replay.value_floor import ColumnSeen, Seen, ValueFloor, above_floor, floor_of_values
 from rolltape.store.errors import UsageError
 from rolltape.store.jsonable import jsonable
 from rolltape.store.keys import Key
@@ -221,8 +222,7 @@ class _Work:
         """The report's summary, numbers not yet made ready for JSON."""
         pairs = [r.tokens for r in self.results if r.tokens is not None]
         self.headline = column = headline_column(pairs)
-        answers = {c: answer_of(self.results, c) for c in (*LOGPROBS, None)}
-        main = answers[column]
+        main = answer_of(self.results, column)
         self.by_pair = by_pair(main.deltas, len(self.results))
         kept = kept_sets(pairs)
         self._gather_problems(pairs)
@@ -234,6 +234,10 @@ class _Work:
             "activations": self.sites.positions,
         }
         columns = {c: sum(p.differ(c) for p in pairs) for c in LOGPROBS}
+        # one column after the other: the deltas of one are some thirty bytes a token
+        plain, seen = {}, {}
+        for c in LOGPROBS:
+            plain[c], seen[c] = self._measured(c, main, columns[c])
         differences = {
             "logprobs": max(columns.values()),
             **self.routing.differences,
@@ -241,7 +245,7 @@ class _Work:
             "activations": self.sites.differences,
         }
         self.seen = Seen(
-            logprobs={c: seen_of(answers[c], columns[c]) for c in LOGPROBS},
+            logprobs=seen,
             routes=self.routing.seen,
             weights_differ=differences["route_weights"],
             weights_non_finite=self.routing.weights_non_finite,
@@ -279,9 +283,7 @@ class _Work:
             "not_compared": self._not_compared(pairs, kept),
             "semantics": meanings(pairs, column),
             "by_semantics": {
-                c: answers[c].plain
-                for c in LOGPROBS
-                if c != column and any(p.held(c) for p in pairs)
+                c: plain[c] for c in LOGPROBS if c != column and any(p.held(c) for p in pairs)
             },
             "by_position": by_position(main.deltas),
             "by_version": by_version(main.deltas),
@@ -306,6 +308,10 @@ class _Work:
                 {p.b.engine for p in alignment.pairs},
             ),
         }
+
+    def _measured(self, column: str, main: Answer, unequal: int) -> tuple[Any, ColumnSeen]:
+        answer = main if column == self.headline else answer_of(self.results, column)
+        return answer.plain, seen_of(answer, unequal)
 
     def _gather_problems(self, pairs: list[PairTokens]) -> None:
         self.note(

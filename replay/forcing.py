@@ -261,7 +261,7 @@ class RouteForcing:
         if capture is not None:
             with torch.no_grad():
                 scores = site.recipe.scores(logits.detach()) if site.scores_hold else None
-                lead = None if scores is None else margin(scores, block.k)
+                lead = None if scores is None else margin(scores, ids.to(torch.int64))
             capture(BlockChoice(block.layer, ids, used_ids, used_weights.detach(), lead))
         return None if forced is None else _replaced(site, args, kwargs, used_ids, used_weights)
 

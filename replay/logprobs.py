@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,11 @@ from rolltape.store import Sequence as TapeSequence
 from rolltape.store.distributions import Distributions
 from rolltape.store.schema import SUPPORT_EXPLICIT, SUPPORT_FULL, SUPPORT_UNRECORDED
 
-#: Elements of the float copy of the logits that is made at a time.
+#: Elements of the float copy of the logits that is made at a time, and how many of them are
+#: normalised at a time on a CPU: what stays in its cache is faster, and never slower, than fresh
+#: memory of the size of a sequence.
 _CHUNK_ELEMENTS = 1 << 24
+_CACHED_ELEMENTS = 1 << 20
 
 _REPETITION = "repetition_penalty"
 
@@ -42,6 +46,11 @@ class Sampling:
     edits: tuple[str, ...] = ()
     truncation: tuple[str, ...] | None = None
     not_applied: tuple[str, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `scaled` is `raw`."""
+        return self.temperature == 1.0 and self.repetition_penalty == 1.0
 
     def semantics(self, *, width: int, dtype: str, switches: Switches) -> dict[str, Any]:
         """The `semantics` cell of logprobs that are computed under this sampling."""
@@ -93,18 +102,19 @@ class Logprobs:
 def sampling_spans(sequence: TapeSequence, switches: Switches) -> list[Span]:
     """The prompt and the differently sampled parts of the response, in order, covering [0, T)."""
     head = min(max(sequence.prompt_len, 1), sequence.length)
-    default = _from_settings(sequence.info["sampling"], switches)
-    owner: list[Sampling] = [default] * (sequence.length - head)
+    numbers = {_from_settings(sequence.info["sampling"], switches): 0}
+    (default,) = numbers
+    owner = np.zeros(sequence.length - head, np.int64)
     for start, n, semantics in reversed(sequence.semantics):  # the first one recorded counts
         found = _from_semantics(semantics, sequence.info["sampling"], default, switches)
-        for position in range(max(start, head), min(start + n, sequence.length)):
-            owner[position - head] = found
+        where = slice(max(start - head, 0), max(start + n - head, 0))
+        owner[where] = numbers.setdefault(found, len(numbers))
+    samplings = list(numbers)
     spans = [Span(0, head, None)] if head else []
-    for position, sampling in enumerate(owner, head):
-        if spans and spans[-1].sampling == sampling:
-            spans[-1] = Span(spans[-1].start, spans[-1].n + 1, sampling)
-        else:
-            spans.append(Span(position, 1, sampling))
+    bounds = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(owner)]
+    for start, stop in itertools.pairwise(bounds):
+        if start < stop:
+            spans.append(Span(head + start, stop - start, samplings[owner[start]]))
     return spans
 
 
@@ -127,35 +137,54 @@ def score(
         dtype: of the log-softmax.
         top: keep the so many most probable tokens of every position.
     """
-    raw, scaled, processed = (Masked.empty(sequence.length, np.float32) for _ in range(3))
-    ids = torch.from_numpy(sequence.tokens.values.astype(np.int64)).to(logits.device)
-    first_seen = _first_seen(ids, logits.shape[-1])
-    step = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
-    outside = 0
+    device, width = logits.device, logits.shape[-1]
+    # on the device until all are there: copying each chunk would wait for it
+    values = torch.zeros(3, sequence.length, dtype=torch.float32, device=device)
+    valid = np.zeros((3, sequence.length), bool)
+    ids = torch.from_numpy(sequence.tokens.values.astype(np.int64)).to(device)
+    penalised = any(s.sampling is not None and s.sampling.repetition_penalty != 1 for s in spans)
+    first_seen = _first_seen(ids, width) if penalised else None
+    chunk = max(1, _CHUNK_ELEMENTS // width)
+    step = max(1, _CACHED_ELEMENTS // width) if device.type == "cpu" else chunk
+    outside = torch.zeros((), dtype=torch.int64, device=device)
     best = Distributions.empty(sequence.length, top) if top else None
-    for span in spans:
-        if span.sampling is None:
-            continue
-        for start in range(span.start, span.start + span.n, step):
-            stop = min(start + step, span.start + span.n)
-            positions = torch.arange(start, stop, device=logits.device)
-            chunk = logits[start - 1 : stop - 1].to(dtype)
-            target = ids[start:stop, None]
-            full = torch.log_softmax(chunk, dim=-1)
-            _put(raw, start, stop, full.gather(-1, target)[:, 0])
+    for sampling, start, stop in _chunks(spans, chunk):
+        scored = slice(start, stop)
+        target = ids[scored, None]
+        own = torch.empty(stop - start, 1, dtype=dtype, device=device)
+        kept = None if supports is None else _kept(supports, start, stop, dtype, device)
+        for low in range(start, stop, step):
+            part = slice(low - start, min(low + step, stop) - start)
+            positions = slice(low, start + part.stop)
+            some = logits[low - 1 : positions.stop - 1].to(dtype)
+            full = torch.log_softmax(some, dim=-1)
+            own[part] = full.gather(-1, target[part])
+            values[0, positions] = own[part, 0]
             if best is not None:
-                _put_top(best, start, stop, full)
-            full = _rescaled(chunk, full, span.sampling, first_seen, positions)
-            own = full.gather(-1, target)[:, 0]
-            _put(scaled, start, stop, own)
-            if supports is None:
-                if span.sampling.truncation == ():
-                    _put(processed, start, stop, own)
-                continue
-            values, known, lost = _kept(full, own, target[:, 0], supports, start, stop)
-            _put(processed, start, stop, values, known)
+                _put_top(best, positions, full)
+            if not sampling.is_plain:
+                full = _rescaled(some, sampling, first_seen, low)
+                own[part] = full.gather(-1, target[part])
+            if kept is not None:
+                kept.logprobs[part] = full.gather(-1, kept.ids[part])
+        values[1, scored], valid[:2, scored] = own[:, 0], True
+        if kept is not None:
+            values[2, scored], lost = kept.renormalised(own, target)
+            valid[2, scored] = kept.known
             outside += lost
-    return Logprobs(raw, scaled, processed, logits.shape[-1], dtype_name(dtype), outside, best)
+        elif sampling.truncation == ():
+            values[2, scored], valid[2, scored] = own[:, 0], True
+    raw, scaled, processed = map(Masked, values.cpu().numpy(), valid)
+    return Logprobs(raw, scaled, processed, width, dtype_name(dtype), int(outside), best)
+
+
+def _chunks(spans: Iterable[Span], size: int) -> Iterator[tuple[Sampling, int, int]]:
+    """(sampling, start, stop) of at most `size` positions each; without the prompt."""
+    for span in spans:
+        end = span.start + span.n
+        if span.sampling is not None:
+            for start in range(span.start, end, size):
+                yield span.sampling, start, min(start + size, end)
 
 
 def unrecorded_supports(length: int) -> Supports:
@@ -169,16 +198,12 @@ def unrecorded_supports(length: int) -> Supports:
 
 
 def _rescaled(
-    logits: torch.Tensor,
-    full: torch.Tensor,
-    sampling: Sampling,
-    first_seen: torch.Tensor,
-    positions: torch.Tensor,
+    logits: torch.Tensor, sampling: Sampling, first_seen: torch.Tensor | None, start: int
 ) -> torch.Tensor:
+    """Log-softmax under the temperature and penalty of the positions from `start`."""
     penalty, temperature = sampling.repetition_penalty, sampling.temperature
-    if penalty == 1.0 and temperature == 1.0:
-        return full
-    if penalty != 1.0:
+    if penalty != 1.0 and first_seen is not None:
+        positions = torch.arange(start, start + len(logits), device=logits.device)
         penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
         logits = torch.where(first_seen[None] < positions[:, None], penalised, logits)
     return torch.log_softmax(logits / temperature, dim=-1)
@@ -191,48 +216,57 @@ def _first_seen(ids: torch.Tensor, width: int) -> torch.Tensor:
     return first.scatter_reduce_(0, ids, places, reduce="amin")
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """The kept sets of n positions, as one table that is as wide as the largest of them.
+
+    Args:
+        ids: int64 [n, widest].
+        inside: bool [n, widest]; what is no member is padding.
+        explicit: bool [n], of those with a set; with the whole vocabulary there is none.
+        known: bool [n] on the host, whether it is known what was kept.
+        logprobs: [n, widest] of the members, to be filled.
+    """
+
+    ids: torch.Tensor
+    inside: torch.Tensor
+    explicit: torch.Tensor
+    known: np.ndarray
+    logprobs: torch.Tensor
+
+    def renormalised(
+        self, own: torch.Tensor, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n] logprobs over the kept sets of [n, 1] over all, and how many are not in theirs."""
+        mass = self.logprobs.masked_fill(~self.inside, -torch.inf).logsumexp(dim=-1)
+        member = ((self.ids == target) & self.inside).any(-1)
+        within = torch.where(member, own[:, 0] - mass, -torch.inf)
+        return torch.where(self.explicit, within, own[:, 0]), (self.explicit & ~member).sum()
+
+
 def _kept(
-    full: torch.Tensor,
-    own: torch.Tensor,
-    target: torch.Tensor,
-    supports: Supports,
-    start: int,
-    stop: int,
-) -> tuple[torch.Tensor, np.ndarray, int]:
-    """Renormalise over the kept sets: values, where they are known, tokens outside their set."""
+    supports: Supports, start: int, stop: int, dtype: torch.dtype, device: torch.device
+) -> _Kept:
     state = supports.state[start:stop]
     explicit = state == SUPPORT_EXPLICIT
-    known = explicit | (state == SUPPORT_FULL)
-    values = own.clone()
-    if not explicit.any():
-        return values, known, 0
     counts = np.where(explicit, np.diff(supports.offsets[start : stop + 1]), 0)
-    flat = supports.ids[supports.offsets[start] : supports.offsets[stop]].astype(np.int64)
     inside = np.arange(max(1, int(counts.max())))[None] < counts[:, None]
-    table = np.zeros(inside.shape, np.int64)
-    table[inside] = flat
-    device = full.device
-    kept = torch.from_numpy(table).to(device)
-    mask = torch.from_numpy(inside).to(device)
-    mass = full.gather(-1, kept).masked_fill(~mask, -torch.inf).logsumexp(dim=-1)
-    member = ((kept == target[:, None]) & mask).any(-1)
-    rows = torch.from_numpy(explicit).to(device)
-    values = torch.where(rows, torch.where(member, own - mass, -torch.inf), values)
-    return values, known, int((rows & ~member).sum())
+    ids = np.zeros(inside.shape, np.int64)
+    ids[inside] = supports.ids[supports.offsets[start] : supports.offsets[stop]]
+    return _Kept(
+        torch.from_numpy(ids).to(device),
+        torch.from_numpy(inside).to(device),
+        torch.from_numpy(explicit).to(device),
+        explicit | (state == SUPPORT_FULL),
+        torch.empty(inside.shape, dtype=dtype, device=device),
+    )
 
 
-def _put(
-    column: Masked, start: int, stop: int, values: torch.Tensor, valid: np.ndarray | None = None
-) -> None:
-    column.values[start:stop] = values.to(torch.float32).cpu().numpy()
-    column.valid[start:stop] = True if valid is None else valid
-
-
-def _put_top(best: Distributions, start: int, stop: int, logprobs: torch.Tensor) -> None:
+def _put_top(best: Distributions, positions: slice, logprobs: torch.Tensor) -> None:
     found = top_logprobs(logprobs, best.k)
     for column, values in zip((best.ids, best.logprobs, best.tail), found, strict=True):
-        column[start:stop] = values.cpu().numpy()
-    best.valid[start:stop] = True
+        column[positions] = values.cpu().numpy()
+    best.valid[positions] = True
 
 
 def _from_settings(settings: Mapping[str, Any], switches: Switches) -> Sampling:

@@ -55,20 +55,20 @@ def recipe_for(block: MoeBlock) -> Recipe:
     return _softmax_all(True, cast_back=False)
 
 
-def margin(scores: torch.Tensor, k: int) -> torch.Tensor:
+def margin(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """How far the last chosen expert was ahead of the first one left out.
 
     Args:
         scores: choice scores [rows, E].
-        k: experts a token.
+        ids: int64 [rows, k], the experts of the k best scores in any order.
 
     Returns:
         float32 [rows]; +inf where nothing was left out.
     """
-    if scores.shape[-1] <= k:
-        return torch.full(scores.shape[:1], torch.inf, device=scores.device)
-    top = torch.topk(scores, k + 1, dim=-1).values.float()
-    return top[:, k - 1] - top[:, k]
+    # selecting the k + 1 best again would take twenty times as long on a CPU
+    last = scores.gather(-1, ids).amin(dim=-1)
+    first = scores.scatter(-1, ids, -torch.inf).amax(dim=-1)
+    return last.float() - first.float()
 
 
 def _attribute(block: MoeBlock, name: str) -> Any:

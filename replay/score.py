@@ -1,7 +1,7 @@
 """Mode `score`: a teacher-forced forward over recorded sequences, as a trainer does it.
 
 The result is a tape of its own. It is written batch by batch: what was scored before a failure
-can be read, and the sequences that were not reached stay `open`.
+can be read, and the sequences that were not reached stay `open`. See `rolltape.replay.score_loop`.
 """
 
 from __future__ import annotations
@@ -9,26 +9,21 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 import xxhash
 from torch import nn
 
 from rolltape.recorder.facts import model_facts
-from rolltape.recorder.moe import find_moe_blocks
 from rolltape.recorder.provenance import provenance
 from rolltape.recorder.top import check_top
-from rolltape.replay.batches import Batch
 from rolltape.replay.conditions import applied
 from rolltape.replay.factory import build, check_output, load_factory
-from rolltape.replay.forcing import BlockChoice, RouteForcing
-from rolltape.replay.logprobs import Logprobs, Span, sampling_spans, score, unrecorded_supports
-from rolltape.replay.models import facts_of, load_model
+from rolltape.replay.models import load_model
 from rolltape.replay.plan import (
     Options,
     RouteTransform,
@@ -39,13 +34,11 @@ from rolltape.replay.plan import (
     prove,
 )
 from rolltape.replay.ranks import ALONE, Ranks, current, started
+from rolltape.replay.score_loop import score_batches
 from rolltape.replay.switches import Switches
-from rolltape.replay.tapes import LayerTap, ScoreWriter, SiteTap, tap_of
 from rolltape.replay.versions import as_version, checkpoint_of, parse_checkpoints
-from rolltape.store import Routes, Supports, Tape, TapeWriter, UsageError, create_tape, seal
-from rolltape.store import Sequence as TapeSequence
+from rolltape.store import Tape, TapeWriter, UsageError, create_tape, seal
 from rolltape.store import open as open_tape
-from rolltape.store.distributions import distribution_columns, raw_semantics
 
 
 def replay(
@@ -201,9 +194,9 @@ def score_tape(
         if ranks.writes:
             create_tape(root, role="trainer", parent=source.uuid, provenance=facts)
             with _sealed(root), TapeWriter(root) as writer:
-                _score_all(run, batches, writer, top_logprobs)
+                score_batches(run, batches, writer, top_logprobs)
         else:
-            _score_all(run, batches, cast(TapeWriter, _Nowhere()), top_logprobs)
+            score_batches(run, batches, cast(TapeWriter, _Nowhere()), top_logprobs)
     return _summary(run, root, tested, time.perf_counter() - start)
 
 
@@ -267,181 +260,6 @@ def _request(tape: Tape, model: nn.Module, options: Options, top: int) -> dict[s
         "sites": options.sites,
         "top_logprobs": top,
     }
-
-
-def _score_all(run: Run, batches: list[Batch], writer: TapeWriter, top: int) -> None:
-    facts = facts_of(run.model, run.name)
-    settings = {f"switch.{key}": value for key, value in run.options.switches.as_dict().items()}
-    facts["effective"] = {**facts["effective"], **settings, "layout": run.options.layout}
-    output = ScoreWriter(writer, run.engines, facts)
-    weights = {engine: (m.digests, m.version) for engine, m in run.matches.items()}
-    output.engines(run.options.as_dict(), weights)
-    output.opened(run.sequences)
-    best = _TopWriter(writer, run.engines, top)
-    choices: list[BlockChoice] = []
-    with ExitStack() as stack:
-        forcing = None
-        if find_moe_blocks(run.model):
-            tap = RouteForcing(run.model, run.options.mode or "ids", capture=_keeper(choices))
-            forcing = stack.enter_context(tap)
-        layer_tap: LayerTap | SiteTap | None = None
-        if run.layer_keys:  # a model that nobody looks at runs without hooks
-            layer_tap = tap_of(run.model, run.options.sites)
-            stack.enter_context(layer_tap)
-        for number, batch in enumerate(batches):
-            choices.clear()
-            if layer_tap is not None:
-                watched = [p for p in batch.placed if p.sequence.key.text in run.layer_keys]
-                layer_tap.watch(watched, columns=batch.columns)
-            _score_batch(run, number, batch, forcing, choices, output, best)
-            if layer_tap is not None:
-                output.activations(layer_tap.taken())
-            output.closed([p.sequence for p in batch.placed])
-            writer.flush()
-        if layer_tap is not None and layer_tap.unseen():
-            run.warn(f"sites that never passed by: {', '.join(layer_tap.unseen())}")
-    output.closed([s for s in run.sequences if not s.length])
-    _compare_ranks(run)
-
-
-def _compare_ranks(run: Run) -> None:
-    first, *others = run.ranks.gather(run.values)
-    for rank, other in enumerate(others, 1):
-        differ = sum(value != other.get(key) for key, value in first.items())
-        if differ:
-            run.warn(
-                f"rank {rank} computed other values than rank 0 for {differ} of {len(first)} "
-                "sequences: kernels that are not deterministic, or another state of the model; "
-                "the tape holds those of rank 0"
-            )
-
-
-def _keeper(choices: list[BlockChoice]) -> Callable[[BlockChoice], None]:
-    def keep(choice: BlockChoice) -> None:
-        # to the host at once: the device holds the choice of one layer at a time
-        live = choice.live_ids.to("cpu", copy=True)
-        forced = choice.used_ids is not choice.live_ids
-        choices.append(
-            BlockChoice(
-                layer=choice.layer,
-                live_ids=live,
-                used_ids=choice.used_ids.to("cpu", copy=True) if forced else live,
-                used_weights=choice.used_weights.float().to("cpu", copy=True),
-                margin=None if choice.margin is None else choice.margin.cpu(),
-            )
-        )
-
-    return keep
-
-
-def _score_batch(
-    run: Run,
-    number: int,
-    batch: Batch,
-    forcing: RouteForcing | None,
-    choices: list[BlockChoice],
-    output: ScoreWriter,
-    best: _TopWriter,
-) -> None:
-    inputs = batch.inputs(run.device)
-    t_ns = time.time_ns()
-    routes = [_routes(run, p.sequence) for p in batch.placed]
-    forced = any(r is not None for r in routes)
-    with ExitStack() as stack:
-        if forcing is not None and forced:
-            laid_out = batch.routes(routes)
-            run.count(
-                forced=int(laid_out.valid.sum()), decisions=batch.tokens * len(laid_out.layers)
-            )
-            stack.enter_context(forcing.routes(laid_out))
-        logits = run.model(**inputs).logits
-    output.step(number, batch, run.model, t_ns=t_ns)
-    if forcing is not None and len(choices) < len(forcing.layers):
-        run.warn(f"{len(choices)} of {len(forcing.layers)} MoE layers could be seen: no routes")
-    else:
-        output.routes(number, batch, choices, forced=forced)
-    for p in batch.placed:
-        _score_sequence(run, p.sequence, logits[p.span], output, best)
-    run.count(forward_tokens=batch.tokens)
-
-
-def _score_sequence(
-    run: Run,
-    sequence: TapeSequence,
-    logits: torch.Tensor,
-    output: ScoreWriter,
-    best: _TopWriter,
-) -> None:
-    switches = run.options.switches
-    spans = sampling_spans(sequence, switches)
-    supports = _supports(run, sequence) if switches.support == "recorded" else None
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    found = score(logits, sequence, spans, supports, dtype=dtype, top=best.k)
-    run.count(tokens=int(found.raw.valid.sum()), outside=found.outside)
-    if run.ranks.size > 1:
-        columns = (found.raw, found.scaled, found.processed)
-        bits = b"".join(column.values.tobytes() for column in columns)
-        run.values[sequence.key.text] = xxhash.xxh3_64_intdigest(bits)
-    output.tokens(sequence, spans, found, switches)
-    best.write(sequence, spans, found)
-    if supports is not None:
-        output.supports(sequence, supports)
-    refused = {edit for s in spans if s.sampling for edit in s.sampling.not_applied}
-    if refused:
-        run.warn(f"edits that cannot be applied again, left out: {', '.join(sorted(refused))}")
-
-
-class _TopWriter:
-    """Writes the k most probable tokens of the positions that were scored; nothing when k is 0."""
-
-    def __init__(self, writer: TapeWriter, engines: Mapping[str, str], k: int) -> None:
-        self.k = k
-        self._writer, self._engines = writer, engines
-
-    def write(self, sequence: TapeSequence, spans: list[Span], found: Logprobs) -> None:
-        scored = [span for span in spans if span.sampling is not None]
-        if found.top is None or not scored:
-            return
-        # the spans differ in their sampling, which is no part of a raw distribution
-        start, n = scored[0].start, sum(span.n for span in scored)
-        where = slice(start, start + n)
-        best, key = found.top, sequence.key
-        semantics = raw_semantics(vocab_size=found.width, dtype=found.dtype, source="recomputed")
-        self._writer.append(
-            "distributions",
-            {
-                "engine": [self._engines[key.engine]],
-                "request": [key.request],
-                "sample": [key.sample],
-                "pass": [key.scoring],
-                "start": [start],
-                "n": [n],
-                **distribution_columns(
-                    best.ids[where], best.logprobs[where], best.tail[where], np.array([n])
-                ),
-                "semantics": [semantics],
-            },
-        )
-
-
-def _supports(run: Run, sequence: TapeSequence) -> Supports:
-    supports = sequence.supports()
-    if supports is None:
-        # nothing is known about the kept sets, which is not the same as nothing was cut
-        run.count(without_support=1)
-        return unrecorded_supports(sequence.length)
-    return supports
-
-
-def _routes(run: Run, sequence: TapeSequence) -> Routes | None:
-    if run.options.mode is None:
-        return None
-    routes = sequence.routes()
-    if routes is None:
-        run.count(without_routes=1)
-        return None
-    transform = run.options.transform_routes
-    return routes if transform is None else transform(sequence, routes)
 
 
 def _summary(run: Run, root: Path, tested: dict[str, Any] | None, seconds: float) -> dict[str, Any]:

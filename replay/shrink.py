@@ -59,8 +59,9 @@ def shrink(
 
     Args:
         a: the recording.
-        b: what `rolltape replay` made of it. Of a re-execution on transformers one call is kept,
-            cut behind the step of the first difference, see `rolltape.replay.shrink_calls`.
+        b: what `rolltape replay` made of it. Of a re-execution one call of transformers is kept, or
+            a run of vLLM, cut behind the step of the first difference, see
+            `rolltape.replay.shrink_calls`.
         out: folder of the new tape, whose parent `a` is.
         bound: what |d| has to reach somewhere, nats; by default half of the largest |d| of the
             two tapes. Not for a re-execution, where any other bit counts.
@@ -161,15 +162,15 @@ def shrink(
 
 
 def _refuse_serving(a: Tape, b: Tape) -> None:
-    """Steps of a serving engine cannot be taken out of their run: only calls of transformers."""
+    """Calls of transformers can be run again in part, and a run of vLLM up to a step."""
     rollouts = [row for row in a.engines.values() if row["role"] == "rollout"]
-    adapters = sorted({str(row["adapter"]) for row in rollouts} - {ADAPTER})
-    if adapters:
+    adapters = sorted({str(row["adapter"]) for row in rollouts})
+    if adapters not in ([ADAPTER], ["vllm"]):
         score = ["rolltape", "replay", str(a.place), "-o", f"{a.place}.score"]
         words = shlex.join([*score, "--on", "transformers", "--mode", "score"])
         raise UsageError(
             f"{b.place} re-executes {' and '.join(adapters)}: shrink takes a scoring of any "
-            "recording, and a re-execution of transformers",
+            "recording, and a re-execution of transformers or vLLM",
             hint=f"`rolltape diff` names the first difference; to shrink a scoring: {words}",
         )
 

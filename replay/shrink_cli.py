@@ -32,8 +32,8 @@ def shrink(
 
     TAPE2 is what `rolltape replay` made of TAPE. Parts of TAPE are replayed again with the same
     model, switches and layout; the smallest that still differs is written as TAPE3. Of a
-    re-execution that is one call, cut behind the step of the first difference; it has to be one on
-    transformers, a scoring may be of any recording.
+    re-execution that is one call of transformers or a run of vLLM, cut behind the step of the
+    first difference; a scoring may be of any recording.
 
     Exit status: 0 TAPE3 was written, 2 bad input, 3 nothing differs, or not again.
     """
@@ -75,7 +75,7 @@ def _print(found: dict[str, Any], device: str | None) -> None:
             f"first difference: {first['what']} of {first['sequence']}, step {first['step']}, "
             f"position {first['position']}"
         )
-        command += ["--mode", "re-execute"]
+        command += ["--mode", "re-execute", "--on", found["on"]]
         if found["switches"]["weights"] != "recorded":
             command += ["--switch", f"weights={found['switches']['weights']}"]
         for checkpoint in found["checkpoints"]:

@@ -24,7 +24,7 @@ _WORDS = {
     "used_routes": "used routes",
 }
 _SHOWN = 20  # places, spans and differences that a summary lists
-_KINDS = (np.float64, np.bool_, np.int64, np.int64, np.int64, np.int64, np.bool_)
+_KINDS = (np.float64, np.bool_, np.int32, np.int32, np.int32, np.int64, np.bool_)
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,15 @@ def _flat(results: list[PairResult], column: str | None) -> Deltas:
             (
                 y.astype(np.float64) - x.astype(np.float64),
                 same_bits(x, y),
-                np.full(len(at), index),
-                at,
-                at - tokens.a.prompt_len,
+                np.full(len(at), index, np.int32),
+                at.astype(np.int32),
+                (at - tokens.a.prompt_len).astype(np.int32),
                 tokens.version.values[at],
                 tokens.version.valid[at],
             )
         )
     columns: list[np.ndarray] = [
-        np.concatenate([p[i] for p in parts]).astype(kind) if parts else np.zeros(0, kind)
+        np.concatenate([p[i] for p in parts], dtype=kind) if parts else np.zeros(0, kind)
         for i, kind in enumerate(_KINDS)
     ]
     delta, bitwise, pair, position, response, version, known = columns

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,71 @@ import torch
 from torch import nn
 
 from rolltape.recorder.digest import GroupDigest
-from rolltape.recorder.facts import dtype_name, experts_implementation, sdpa_backends
+from rolltape.recorder.facts import experts_implementation, sdpa_backends
 from rolltape.recorder.moe import decoder_layers
 from rolltape.recorder.rows import engine_job, weights_job
 from rolltape.replay.batches import Batch, Placed
-from rolltape.replay.forcing import BlockChoice
 from rolltape.replay.logprobs import Logprobs, Span
 from rolltape.replay.switches import Switches
 from rolltape.replay.taps import Span as RowSpan
 from rolltape.replay.taps import Taps
 from rolltape.store import Masked, Supports, TapeWriter, codecs, token_digest
 from rolltape.store import Sequence as TapeSequence
+from rolltape.store.distributions import distribution_columns, raw_semantics
 
 _CODEC = "plain"
+
+#: Rows of routes are put into one batch up to this size: a reader unpacks a batch as a whole.
+_ROUTE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRoutes:
+    """What the MoE layers of one forward did, for all R rows of it, padding included.
+
+    Args:
+        layers: their numbers.
+        used: int32 [R, L, k] that the experts got.
+        weights: float32 [R, L, k].
+        live: int32 [R, L, k] that the routers chose, where others were forced.
+        margin: float32 [R, L], None if some layer's is not known.
+    """
+
+    layers: Sequence[int]
+    used: np.ndarray
+    weights: np.ndarray
+    live: np.ndarray | None
+    margin: np.ndarray | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredSequence:
+    """The logprobs of one sequence, the kept sets that they were normalised over, its loss mask."""
+
+    sequence: TapeSequence
+    mask: Masked
+    spans: Sequence[Span]
+    logprobs: Logprobs
+    supports: Supports | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredBatch:
+    """All that one forward found, in host memory: to write it nothing more is read of the tape.
+
+    Args:
+        batch: what ran.
+        step: its row of `steps`.
+        routes: None where they could not be seen.
+        sequences: in the order of `batch.placed`.
+        activations: (sequence, site, name of the dtype, float32 [T, width]).
+    """
+
+    batch: Batch
+    step: Mapping[str, Any]
+    routes: BatchRoutes | None
+    sequences: Sequence[ScoredSequence]
+    activations: Sequence[tuple[TapeSequence, str, str, np.ndarray]]
 
 
 class ScoreWriter:
@@ -34,6 +87,7 @@ class ScoreWriter:
         writer: of the new tape.
         engines: engine of the replayed tape -> engine of the new one.
         facts: `model_facts` of the model as it runs.
+        switches: of the scoring.
     """
 
     def __init__(
@@ -41,8 +95,10 @@ class ScoreWriter:
         writer: TapeWriter,
         engines: Mapping[str, str],
         facts: dict[str, Any],
+        switches: Switches,
     ) -> None:
         self._writer = writer
+        self._switches = switches
         self._engines = engines
         self._facts = facts
         self._num_experts: int | None = facts["num_experts"]
@@ -99,37 +155,17 @@ class ScoreWriter:
             "pass": [s.key.scoring for s in sequences],
         }
 
-    def _span(self, sequence: TapeSequence, start: int, n: int) -> dict[str, Any]:
-        return {**self._keys([sequence]), "start": [start], "n": [n]}
-
-    def step(self, number: int, batch: Batch, model: nn.Module, *, t_ns: int) -> None:
-        """The `steps` row of a batch and the `forwards` rows of its sequences."""
-        config: Any = model.config
-        sequences = [p.sequence for p in batch.placed]
-        self._writer.append(
-            "steps",
-            {
-                "engine": self._engines[sequences[0].key.engine],
-                "step": [number],
-                "call": number,
-                "kind": "score",
-                "t_ns": t_ns,
-                "rows": batch.rows,
-                "columns": batch.columns,
-                "tokens": batch.tokens,
-                "padded_tokens": batch.padded,
-                "attention": getattr(config, "_attn_implementation", None),
-                "experts": experts_implementation(model) if self._num_experts else None,
-                "sdpa": sdpa_backends(),
-                "cache": None,
-                "threads": torch.get_num_threads(),
-            },
-        )
+    def write(self, found: ScoredBatch) -> None:
+        """Add all rows of one forward; the rows that close its sequences come last."""
+        sequences = [p.sequence for p in found.batch.placed]
+        engine = self._engines[sequences[0].key.engine]
+        experts = found.step["experts"] if self._num_experts else None
+        self._writer.append("steps", {"engine": engine, **found.step, "experts": experts})
         self._writer.append(
             "forwards",
             {
                 **self._keys(sequences),
-                "step": number,
+                "step": found.step["step"][0],
                 "row": list(range(len(sequences))),
                 "start": 0,
                 "n": [s.length for s in sequences],
@@ -139,36 +175,84 @@ class ScoreWriter:
                 "kv_source": "own",
             },
         )
-
-    def tokens(
-        self, sequence: TapeSequence, spans: Sequence[Span], found: Logprobs, switches: Switches
-    ) -> None:
-        """Token ids, loss mask and logprobs: one row per span."""
-        mask = sequence.loss_mask
-        for span in spans:
-            semantics = span.sampling and span.sampling.semantics(
-                width=found.width, dtype=found.dtype, switches=switches
+        if found.routes is not None and self._num_experts is not None:
+            self._routes(found, found.routes)
+        self._append("tokens", [row for each in found.sequences for row in self._tokens(each)])
+        for each in found.sequences:
+            self._distribution(each)
+            if each.supports is not None:
+                self._supports(each.sequence, each.supports)
+        for sequence, site, dtype, hidden in found.activations:
+            self._writer.append(
+                "activations",
+                {
+                    **self._keys([sequence]),
+                    "start": 0,
+                    "n": len(hidden),
+                    "site": site,
+                    "dtype": dtype,
+                    "width": hidden.shape[-1],
+                    "data": [codecs.encode_floats(hidden)],
+                },
             )
+        self.closed(sequences)
+
+    def _append(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows with the same columns, in one batch."""
+        if rows:
+            self._writer.append(table, {name: [row[name] for row in rows] for name in rows[0]})
+
+    def _span(self, sequence: TapeSequence, start: int, n: int) -> dict[str, Any]:
+        key = sequence.key
+        return {
+            "engine": self._engines[key.engine],
+            "request": key.request,
+            "sample": key.sample,
+            "pass": key.scoring,
+            "start": start,
+            "n": n,
+        }
+
+    def _tokens(self, scored: ScoredSequence) -> Iterable[dict[str, Any]]:
+        """Token ids, loss mask and logprobs: one row per span."""
+        sequence, found = scored.sequence, scored.logprobs
+        ids = sequence.tokens.values
+        for span in scored.spans:
             where = slice(span.start, span.start + span.n)
 
             def cell(column: Masked, where: slice = where) -> Masked | None:
                 part = column[where]
                 return part if part.valid.any() else None
 
-            self._writer.append(
-                "tokens",
-                {
-                    **self._span(sequence, span.start, span.n),
-                    "ids": [sequence.tokens.values[where]],
-                    "loss_mask": [cell(mask)],
-                    "raw": [cell(found.raw)],
-                    "scaled": [cell(found.scaled)],
-                    "processed": [cell(found.processed)],
-                    "semantics": [semantics],
-                },
-            )
+            yield {
+                **self._span(sequence, span.start, span.n),
+                "ids": ids[where],
+                "loss_mask": cell(scored.mask),
+                "raw": cell(found.raw),
+                "scaled": cell(found.scaled),
+                "processed": cell(found.processed),
+                "semantics": span.sampling
+                and span.sampling.semantics(
+                    width=found.width, dtype=found.dtype, switches=self._switches
+                ),
+            }
 
-    def supports(self, sequence: TapeSequence, supports: Supports) -> None:
+    def _distribution(self, scored: ScoredSequence) -> None:
+        """The most probable tokens of the positions that were scored, if they were asked for."""
+        found, spans = scored.logprobs, [s for s in scored.spans if s.sampling is not None]
+        if found.top is None or not spans:
+            return
+        # the spans differ in their sampling, which is no part of a raw distribution
+        start, n = spans[0].start, sum(span.n for span in spans)
+        where, best = slice(start, start + n), found.top
+        columns = distribution_columns(
+            best.ids[where], best.logprobs[where], best.tail[where], np.array([n])
+        )
+        semantics = raw_semantics(vocab_size=found.width, dtype=found.dtype, source="recomputed")
+        row = self._span(scored.sequence, start, n)
+        self._writer.append("distributions", {**row, **columns, "semantics": [semantics]})
+
+    def _supports(self, sequence: TapeSequence, supports: Supports) -> None:
         """The kept sets that were normalised over."""
         self._writer.append(
             "supports",
@@ -181,63 +265,63 @@ class ScoreWriter:
             },
         )
 
-    def routes(
-        self, number: int, batch: Batch, choices: Sequence[BlockChoice], *, forced: bool
-    ) -> None:
+    def _routes(self, found: ScoredBatch, routes: BatchRoutes) -> None:
         """What the experts got, and the live choice where another was forced."""
-        if not choices or self._num_experts is None:
-            return
-        layers = [c.layer for c in choices]
-        used = torch.stack([c.used_ids for c in choices], 1)
-        live = torch.stack([c.live_ids for c in choices], 1) if forced else None
-        weights = torch.stack([c.used_weights for c in choices], 1)
-        margins = [c.margin for c in choices if c.margin is not None]
-        margin = torch.stack(margins, 1) if len(margins) == len(choices) else None
-        for p in batch.placed:
-            start = p.row * batch.columns + p.column
-            rows = slice(start, start + p.sequence.length)
+        rows: list[dict[str, Any]] = []
+        size = 0
+        for p in found.batch.placed:
+            first = p.row * found.batch.columns + p.column
+            where = slice(first, first + p.sequence.length)
             common = {
                 **self._span(p.sequence, 0, p.sequence.length),
-                "step": number,
+                "step": found.step["step"][0],
                 "weight_version": self._versions[p.sequence.key.engine],
-                "layers": [layers],
-                "k": int(used.shape[-1]),
+                "layers": routes.layers,
+                "k": routes.used.shape[-1],
                 "num_experts": self._num_experts,
                 "encoding": _CODEC,
             }
-            lead = None if margin is None else codecs.encode_floats(margin[rows].numpy())
-            self._writer.append(
-                "routes",
-                {
-                    **common,
-                    "role": "used",
-                    "ids": [self._encode(used[rows])],
-                    "weights": [codecs.encode_floats(weights[rows].numpy())],
-                    "margin": [None if forced else lead],
-                },
+            lead = None if routes.margin is None else codecs.encode_floats(routes.margin[where])
+            forced = routes.live is not None
+            weights = codecs.encode_floats(routes.weights[where])
+            ids = self._encode(routes.used[where])
+            margin = None if forced else lead
+            rows.append(
+                {**common, "role": "used", "ids": ids, "weights": weights, "margin": margin}
             )
-            if live is not None:
-                self._writer.append(
-                    "routes",
-                    {**common, "role": "live", "ids": [self._encode(live[rows])], "margin": [lead]},
+            if routes.live is not None:
+                live = self._encode(routes.live[where])
+                rows.append(
+                    {**common, "role": "live", "ids": live, "weights": None, "margin": lead}
                 )
+            size += len(weights) + len(ids)
+            if size >= _ROUTE_BYTES:
+                self._append("routes", rows)
+                rows, size = [], 0
+        self._append("routes", rows)
 
-    def _encode(self, ids: torch.Tensor) -> bytes:
-        return codecs.encode_plain(ids.numpy(), int(self._num_experts or 0))
+    def _encode(self, ids: np.ndarray) -> bytes:
+        return codecs.encode_plain(ids, int(self._num_experts or 0))
 
-    def activations(self, taken: Sequence[tuple[TapeSequence, str, torch.Tensor]]) -> None:
-        """Hidden states [T, width] of (sequence, site)."""
-        for sequence, site, hidden in taken:
-            self._writer.append(
-                "activations",
-                {
-                    **self._span(sequence, 0, len(hidden)),
-                    "site": site,
-                    "dtype": dtype_name(hidden.dtype),
-                    "width": int(hidden.shape[-1]),
-                    "data": [codecs.encode_floats(hidden.float().numpy())],
-                },
-            )
+
+def step_row(number: int, batch: Batch, model: nn.Module, *, t_ns: int) -> dict[str, Any]:
+    """The row of `steps` of a forward, without its engine; in the thread that runs it."""
+    config: Any = model.config
+    return {
+        "step": [number],
+        "call": number,
+        "kind": "score",
+        "t_ns": t_ns,
+        "rows": batch.rows,
+        "columns": batch.columns,
+        "tokens": batch.tokens,
+        "padded_tokens": batch.padded,
+        "attention": getattr(config, "_attn_implementation", None),
+        "experts": experts_implementation(model),
+        "sdpa": sdpa_backends(),
+        "cache": None,
+        "threads": torch.get_num_threads(),
+    }
 
 
 class LayerTap:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rolltape.recorder.moe import find_moe_blocks
 from rolltape.replay.forcing import BlockChoice, ForcedRoutes, RouteForcing, same_bits, self_test
-from rolltape.replay.recipes import recipe_for
+from rolltape.replay.recipes import margin, recipe_for
 from rolltape.store import ForcingError
 from tests.integration.conftest import BASE, FAMILIES, make_model
 
@@ -541,3 +541,17 @@ def test_everything_is_undone_on_exit() -> None:
         assert same_bits(model(ids).logits, before)
     with RouteForcing(model):  # free to be entered again
         pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_margin_is_the_lead_of_the_last_choice(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(64, 16, generator=generator).to(dtype)
+    scores[0] = 0.25  # all equal
+    scores[1, 3:] = -torch.inf  # a group that was left out
+    for k in (1, 3, 15):
+        best = scores.topk(k + 1, dim=-1)
+        expected = best.values[:, k - 1].float() - best.values[:, k].float()
+        ids = best.indices[:, :k].flip(-1)
+        assert torch.equal(margin(scores, ids).nan_to_num(7), expected.nan_to_num(7))
+    assert margin(scores, torch.arange(16).expand(64, 16)).isinf().sum() == 63

@@ -28,6 +28,7 @@ from rolltape.replay.forcing import RouteForcing, same_bits
 from rolltape.replay.logprobs import Sampling, Span, score
 from rolltape.replay.score import replay, score_tape
 from rolltape.replay.switches import Switches
+from rolltape.replay.tapes import ScoreWriter
 from rolltape.store import ForcingError, ModelMismatchError, Routes, Supports, UsageError
 from rolltape.store.codecs import encode_floats, encode_plain
 from rolltape.store.schema import SUPPORT_EXPLICIT, SUPPORT_FULL, SUPPORT_UNRECORDED
@@ -481,6 +482,37 @@ def test_kept_sets_position_by_position(model: Any, tmp_path: Path) -> None:
     assert got.raw.values[1] == pytest.approx(float(logits[0].double().log_softmax(0)[4]), abs=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_bit_depends_on_how_many_rows_are_normalised_at_a_time(
+    dtype: torch.dtype, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, width = 40, 1001
+    s = small_sequence(tmp_path, model, n)
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(4 * rng.standard_normal((n, width))).to(torch.bfloat16)
+    counts = np.where(np.arange(n) % 3 == 1, rng.integers(1, 60, n), 0)
+    state = np.where(counts > 0, SUPPORT_EXPLICIT, SUPPORT_FULL).astype(np.uint8)
+    ids = np.concatenate([rng.choice(width, c, replace=False) for c in counts]).astype(np.uint32)
+    supports = Supports(state, np.concatenate([[0], np.cumsum(counts)]), ids, False)
+    plain, hot = Sampling(), Sampling(0.7, 1.3, ("repetition_penalty=1.3",), ("top_k=60",))
+    spans = [Span(0, 3, None), Span(3, 17, plain), Span(20, 20, hot)]
+
+    def found() -> list[bytes]:
+        got = score(logits, s, spans, supports, dtype=dtype, top=3)
+        assert got.top is not None
+        columns = (got.raw, got.scaled, got.processed)
+        values = [c.values.tobytes() + c.valid.tobytes() for c in columns]
+        return [*values, got.top.logprobs.tobytes(), got.top.tail.tobytes()]
+
+    at_once = found()
+    for rows in (1, 3, 7):
+        monkeypatch.setattr("rolltape.replay.logprobs._CACHED_ELEMENTS", rows * width)
+        assert found() == at_once
+    full = logits.to(dtype).log_softmax(-1)
+    token = int(s.tokens.values[5])
+    assert at_once[0][5 * 4 : 6 * 4] == np.float32(full[4, token].item()).tobytes()
+
+
 def test_non_finite_logits_stay_non_finite(model: Any, tmp_path: Path) -> None:
     s = small_sequence(tmp_path, model, 4)
     logits = torch.zeros(4, 16)
@@ -853,6 +885,27 @@ def test_failure_leaves_a_sealed_tape_that_says_so(tape: Any, model: Any, tmp_pa
     finishes = [s.finish for s in left]
     assert (finishes.count("scored"), finishes.count("open")) == (2, 4)
     assert hooks_of(model) == hooks
+
+
+def test_a_batch_that_cannot_be_written_ends_the_scoring(
+    tape: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = ScoreWriter.write
+    written: list[str] = []
+
+    def fail(self: ScoreWriter, found: Any) -> None:
+        if written:
+            raise OSError("no room")
+        written.extend(p.sequence.key.request for p in found.batch.placed)
+        write(self, found)
+
+    monkeypatch.setattr(ScoreWriter, "write", fail)
+    with pytest.raises(OSError, match="no room"):
+        score_tape(tape, tmp_path / "b", model, tokens_per_batch=1)
+    part = store.open(tmp_path / "b")
+    assert part.seal["status"] == {"replay": "error", "error": "OSError: no room"}
+    done = {s.key.request for s in part if s.finish == "scored"}
+    assert done == set(written) and len(part) == len(tape)
 
 
 def test_tokens_of_other_versions_are_scored_and_named(

@@ -228,12 +228,12 @@ def test_the_summary_names_the_next_command(tape: Path, tmp_path: Path) -> None:
 
 
 def test_a_re_execution_of_a_serving_engine_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    a = write_tape(tmp_path / "a", random_samples(1), facts={"adapter": "vllm"})
+    a = write_tape(tmp_path / "a", random_samples(1), facts={"adapter": "sglang"})
     header = {"mode": "re-execute", "switches": {"batch": "recorded", "weights": "recorded"}}
     create_tape(tmp_path / "b", role="rollout", parent=a.uuid, provenance=header)
     with pytest.raises(UsageError) as refused:
         shrink(a, tmp_path / "b", tmp_path / "s")
-    assert "re-executes vllm" in str(refused.value)
+    assert "re-executes sglang" in str(refused.value)
     assert "a scoring of any recording" in str(refused.value)
     assert f"rolltape replay {tmp_path / 'a'} -o" in str(refused.value.hint)
 
