@@ -23,6 +23,8 @@ from rolltape.store.schema import DERIVED_TABLES, TAPE_TABLES
 from rolltape.store.tape import Folder
 
 KEY_COLUMNS = ("engine", "request", "sample", "pass")
+#: Up to so many rows Python compares keys faster than Arrow does.
+_ONE_BY_ONE = 32
 
 #: Tables whose rows belong to one sequence each and that may be large.
 INDEXED = tuple(
@@ -430,10 +432,13 @@ def grouped(batch: pa.RecordBatch) -> Iterator[tuple[Key, np.ndarray]]:
 
 def rows_of_key(batch: pa.RecordBatch, key: Key) -> np.ndarray:
     """Rows of one sequence in a batch."""
-    found = np.ones(batch.num_rows, bool)
-    for name, value in zip(KEY_COLUMNS, key, strict=True):
-        found &= np.asarray(pc.equal(batch.column(name), value))
-    return np.flatnonzero(found)
+    if batch.num_rows > _ONE_BY_ONE:
+        found = np.ones(batch.num_rows, bool)
+        for name, value in zip(KEY_COLUMNS, key, strict=True):
+            found &= np.asarray(pc.equal(batch.column(name), value))
+        return np.flatnonzero(found)
+    rows = zip(*(batch.column(name).to_pylist() for name in KEY_COLUMNS), strict=True)
+    return np.array([i for i, row in enumerate(rows) if row == key], np.int64)
 
 
 def _names(batch: pa.RecordBatch) -> pa.DictionaryArray:

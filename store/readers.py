@@ -18,6 +18,7 @@ import xxhash
 
 from rolltape.store import messages
 from rolltape.store.errors import DamagedShardError, StorageError
+from rolltape.store.inflate import Decoder, Parts, parts_of
 from rolltape.store.places import LocalPlace, Place
 from rolltape.store.shards import (
     CHECKSUM,
@@ -28,12 +29,15 @@ from rolltape.store.shards import (
     UNSEALED,
     checksum,
     column_checksums,
+    field_bytes,
     shard_names,
 )
 
 # what Arrow raises on bytes that are not what it wrote
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, UnicodeDecodeError)
 _TAIL = 1 << 16
+#: Bytes of a file up to which batches are read together.
+_RUN = 1 << 18
 
 T = TypeVar("T")
 
@@ -49,6 +53,34 @@ class Sealed:
 
     size: int
     batches: int | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How batches of a shard are brought to a schema.
+
+    Args:
+        schema: what is asked for.
+        wanted: indices of the columns that are read.
+        order: of those, where each field of the schema stands; None if a field has another type
+            than the file says, or is not there once.
+        required: of those, which must not have nulls.
+    """
+
+    schema: pa.Schema
+    wanted: tuple[int, ...]
+    order: list[int] | None
+    required: list[int]
+
+    def bring(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """A batch of the wanted columns, or of all, in the schema."""
+        if (
+            self.order is None
+            or batch.num_columns != len(self.wanted)
+            or any(batch.column(i).null_count for i in self.required)
+        ):
+            return _conform(batch, self.schema)
+        return batch.select(self.order).replace_schema_metadata(None)
 
 
 class Shard:
@@ -73,6 +105,9 @@ class Shard:
     def __init__(self, place: Place, table: str, file: str) -> None:
         self.place, self.table, self.file = place, table, file
         self.name = f"{place}/{table}/{file}"
+        self._plan: _Plan | None = None
+        self._fields: list[bytes] | None = None
+        self._decoders: dict[tuple[int, ...] | None, Decoder] = {}
 
     def read(self, number: int, schema: pa.Schema) -> pa.RecordBatch:
         """One batch in a schema: some or all columns of the table.
@@ -83,15 +118,23 @@ class Shard:
             DamagedShardError: the bytes are not what was written.
             StorageError: the store does not answer.
         """
-        wanted = tuple(i for i, name in enumerate(self.schema.names) if name in schema.names)
+        plan = self._planned(schema)
         try:
-            return _conform(self._read(number, wanted), schema)
+            return plan.bring(self._read(number, plan.wanted))
         except (DamagedShardError, *_UNREADABLE) as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DamagedShardError(
                 f"{self.name}: batch {number}: {text}",
                 hint="`rolltape fsck` says what is intact; restore the file from a copy",
             ) from error
+
+    def runs(self) -> Iterator[range]:
+        """The numbers of all batches, those together that `read_run` can read together."""
+        return (range(number, number + 1) for number in range(self.batches))
+
+    def read_run(self, run: range, schema: pa.Schema) -> list[pa.RecordBatch] | None:
+        """As `read`, of batches that follow each other; None where they have to be read singly."""
+        return None
 
     def _open(self) -> None:
         with _answers(self.name):
@@ -108,6 +151,40 @@ class Shard:
 
     def _read(self, number: int, wanted: tuple[int, ...]) -> pa.RecordBatch:
         raise NotImplementedError
+
+    def _decode(self, message: pa.Buffer, parts: Parts) -> pa.RecordBatch:
+        """All columns of a batch."""
+        batch = self._inflated(parts, None)
+        if batch is None:
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), self.schema)
+        # before anything looks at it: lengths and offsets within are claims too
+        batch.validate(full=True)
+        return batch
+
+    def _planned(self, schema: pa.Schema) -> _Plan:
+        plan = self._plan
+        if plan is None or plan.schema is not schema:  # of many batches the same is asked
+            self._plan = plan = _planned(self.schema, schema)
+        return plan
+
+    def _check_columns(
+        self, batch: pa.RecordBatch, number: int, wanted: tuple[int, ...], digests: str
+    ) -> None:
+        if self._fields is None:
+            self._fields = field_bytes(self.schema)
+        found = column_checksums(batch, number, [self._fields[i] for i in wanted])
+        for name, index, digest in zip(batch.schema.names, wanted, found, strict=True):
+            if digests[16 * index : 16 * index + 16] != digest:
+                raise DamagedShardError(f"the checksum of column {name} differs")
+
+    def _inflated(self, parts: Parts, wanted: tuple[int, ...] | None) -> pa.RecordBatch | None:
+        found = self._decoder(wanted).decode([parts])
+        return None if found is None else found[0]
+
+    def _decoder(self, wanted: tuple[int, ...] | None) -> Decoder:
+        if wanted not in self._decoders:
+            self._decoders[wanted] = Decoder(self.schema, wanted)
+        return self._decoders[wanted]
 
     def close(self) -> None:
         """Let go of the file."""
@@ -184,30 +261,69 @@ class SealedShard(Shard):
     def _read(self, number: int, wanted: tuple[int, ...]) -> pa.RecordBatch:
         block = self._blocks[number]
         message = self._at(block.offset, block.size)
-        stored = messages.check_claims(memoryview(message))
-        digests = stored.get(COLUMNS, b"").decode()
+        parts = parts_of(memoryview(message))
+        digests = parts.stored.get(COLUMNS, b"").decode()
         if len(wanted) == len(self.schema) or not digests:
-            batch = _decode(message, self.schema)
+            batch = self._decode(message, parts)
         else:
-            batch = self._some(number, wanted, message)
+            batch = self._some(number, wanted, message, parts)
         if digests:
-            _check_columns(batch, number, wanted, digests)
-        elif checksum(batch) != stored.get(CHECKSUM, b"").decode():  # format 1.0
+            self._check_columns(batch, number, wanted, digests)
+        elif checksum(batch) != parts.stored.get(CHECKSUM, b"").decode():  # format 1.0
             raise DamagedShardError("its checksum differs")
         return batch
 
-    def _some(self, number: int, wanted: tuple[int, ...], message: pa.Buffer) -> pa.RecordBatch:
+    def runs(self) -> Iterator[range]:
+        """See `Shard`: small batches that lie together."""
+        first = 0
+        for number, block in enumerate(self._blocks):
+            if block.offset + block.size - self._blocks[first].offset > _RUN and number > first:
+                yield range(first, number)
+                first = number
+        if self._blocks:
+            yield range(first, len(self._blocks))
+
+    def read_run(self, run: range, schema: pa.Schema) -> list[pa.RecordBatch] | None:
+        """See `Shard`."""
+        plan = self._planned(schema)
+        blocks = self._blocks[run.start : run.stop]
+        start = blocks[0].offset
+        try:
+            data = memoryview(self._at(start, blocks[-1].offset + blocks[-1].size - start))
+            found = [parts_of(data[b.offset - start : b.offset - start + b.size]) for b in blocks]
+            digests = [parts.stored.get(COLUMNS, b"").decode() for parts in found]
+            if not all(digests):
+                return None
+            batches = self._decoder(plan.wanted).decode(found)
+            if batches is None:
+                return None
+            for number, batch, said in zip(run, batches, digests, strict=True):
+                batch.validate(full=True)
+                self._check_columns(batch, number, plan.wanted, said)
+            return [plan.bring(batch) for batch in batches]
+        except (DamagedShardError, *_UNREADABLE):
+            return None  # read singly, the damaged one is found, and the others are whole
+
+    def _some(
+        self, number: int, wanted: tuple[int, ...], message: pa.Buffer, parts: Parts
+    ) -> pa.RecordBatch:
         """Some columns of a batch; the others are not decompressed."""
-        options = pa.ipc.IpcReadOptions(included_fields=list(wanted))
-        if isinstance(self.place, LocalPlace):
-            if wanted not in self._readers:
-                self._readers[wanted] = pa.ipc.open_file(self._source, options=options)
-            batch = self._readers[wanted].get_batch(number)
-        else:  # the file reader would fetch it again
-            stream = pa.BufferReader(bytes(self.schema.serialize()) + bytes(message))
-            batch = pa.ipc.open_stream(stream, options=options).read_next_batch()
+        batch = self._inflated(parts, wanted)
+        if batch is None:
+            batch = self._some_by_arrow(number, wanted, message)
         batch.validate(full=True)
         return batch
+
+    def _some_by_arrow(
+        self, number: int, wanted: tuple[int, ...], message: pa.Buffer
+    ) -> pa.RecordBatch:
+        options = pa.ipc.IpcReadOptions(included_fields=list(wanted))
+        if not isinstance(self.place, LocalPlace):  # the file reader would fetch it again
+            stream = pa.BufferReader(bytes(self.schema.serialize()) + bytes(message))
+            return pa.ipc.open_stream(stream, options=options).read_next_batch()
+        if wanted not in self._readers:
+            self._readers[wanted] = pa.ipc.open_file(self._source, options=options)
+        return self._readers[wanted].get_batch(number)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -226,22 +342,6 @@ def _footer_schema(tail: pa.Buffer) -> pa.Schema:
     schema = pa.ipc.open_file(pa.BufferReader(MAGIC + bytes(tail[len(tail) - need :]))).schema
     schema.names  # noqa: B018 - raises if they are not text
     return schema
-
-
-def _decode(message: pa.Buffer, schema: pa.Schema) -> pa.RecordBatch:
-    batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), schema)
-    # before anything looks at it: lengths and offsets within are claims too
-    batch.validate(full=True)
-    return batch
-
-
-def _check_columns(
-    batch: pa.RecordBatch, number: int, wanted: tuple[int, ...], digests: str
-) -> None:
-    found = column_checksums(batch, number)
-    for name, index, digest in zip(batch.schema.names, wanted, found, strict=True):
-        if digests[16 * index : 16 * index + 16] != digest:
-            raise DamagedShardError(f"the checksum of column {name} differs")
 
 
 def check_hash(name: str, file: str, source: pa.NativeFile) -> None:
@@ -328,20 +428,19 @@ class LiveShard(Shard):
             self.torn, self.reason = len(view) - at, str(error).splitlines()[0]
 
     def _check(self, message: pa.Buffer) -> None:
-        stored = messages.check_claims(memoryview(message))
-        batch = _decode(message, self.schema)
-        if checksum(batch) != stored.get(CHECKSUM, b"").decode():
+        parts = parts_of(memoryview(message))
+        batch = self._decode(message, parts)
+        if checksum(batch) != parts.stored.get(CHECKSUM, b"").decode():
             raise DamagedShardError("checksum of a batch differs")
-        if stored.get(COLUMNS):
+        if parts.stored.get(COLUMNS):
             wanted = tuple(range(len(self.schema)))
-            _check_columns(batch, len(self._blocks), wanted, stored[COLUMNS].decode())
+            self._check_columns(batch, len(self._blocks), wanted, parts.stored[COLUMNS].decode())
 
     def _read(self, number: int, wanted: tuple[int, ...]) -> pa.RecordBatch:
         block = self._blocks[number]
         # what was checked before may have been altered since
         message = self._at(block.offset, block.size)
-        messages.check_claims(memoryview(message))
-        return _decode(message, self.schema).select(list(wanted))
+        return self._decode(message, parts_of(memoryview(message))).select(list(wanted))
 
     def close(self) -> None:
         """Let go of the file."""
@@ -385,6 +484,21 @@ def shards_of(place: Place, table: str) -> list[str]:
     """Files of a table in writing order per writer; a live one that is finished is left out."""
     names = shard_names(place.files(table))
     return [n for n in names if not (n.endswith(LIVE) and finished_name(names, n))]
+
+
+def _planned(stored: pa.Schema, schema: pa.Schema) -> _Plan:
+    names = schema.names
+    wanted = tuple(i for i, name in enumerate(stored.names) if name in names)
+    read = [stored.field(i) for i in wanted]
+    places = {field.name: i for i, field in enumerate(read)}
+    alike = len(places) == len(read) and all(
+        field.name in places and read[places[field.name]].equals(field) for field in schema
+    )
+    order = [places[name] for name in names] if alike else None
+    required = [i for i, field in enumerate(read) if not field.nullable]
+    if pa.schema(read).equals(schema):
+        required = []
+    return _Plan(schema, wanted, order, required)
 
 
 def _conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -60,6 +60,7 @@ def join_routes(
     unpack: Unpack,
     layers: Sequence[int] | None = None,
     again: int = 0,
+    planes: bool = False,
 ) -> Routes:
     """Routes over the positions of a span; what reaches beyond it is cut.
 
@@ -72,6 +73,7 @@ def join_routes(
         unpack: decodes the block of a packed fragment.
         layers: model layer numbers wanted; None is all that were recorded.
         again: how many earlier choices of a position and layer to pass over.
+        planes: let the positions of a slot and layer lie together in memory, as they are stored.
 
     Raises:
         SchemaError: fragments that do not belong together or do not fit.
@@ -83,12 +85,13 @@ def join_routes(
     chosen = recorded if layers is None else tuple(layers)
     begin, end = span
     shape = (end - begin, len(chosen), k)
+    layout: Literal["C", "F"] = "F" if planes else "C"
     with _named(f"routes of {name} at {rows[0]['start']}"):
         if k < 0:
             raise SchemaError(f"k is {k}")
-        ids = np.zeros(shape, codecs.route_dtype(experts))
-    valid = np.zeros(shape[:2], bool)
-    weighted = np.zeros(shape[:2], bool)
+        ids = np.zeros(shape, codecs.route_dtype(experts), layout)
+    valid = np.zeros(shape[:2], bool, layout)
+    weighted = np.zeros(shape[:2], bool, layout)
     weights = margin = None
     missing: list[tuple[int, int, int | None, str]] = []
     order = True
@@ -112,9 +115,9 @@ def join_routes(
         if again == 0:
             missing += read_missing(row["missing"], where)
         if row["weights"] is not None and weights is None:
-            weights = np.full(shape, np.nan, np.float32)
+            weights = np.full(shape, np.nan, np.float32, layout)
         if row["margin"] is not None and margin is None:
-            margin = np.full(shape[:2], np.nan, np.float32)
+            margin = np.full(shape[:2], np.nan, np.float32, layout)
         low, high = max(start, begin), min(start + n, end)
         if low >= high or not to:
             continue
@@ -244,10 +247,13 @@ def _decode_block(
         if row["ids"] is None:
             raise SchemaError(f"{where}: no ids")
         if row["encoding"] == "plain":
-            ids = codecs.decode_plain(row["ids"], n, width, k, experts, columns)
+            # as they lie: who joins them copies them anyway
+            ids = codecs.decode_rows(row["ids"], (k, width, n), experts).transpose(2, 1, 0)
         else:
             ids = codecs.decode_rows(row["ids"], (n, width, k), experts)
-            ids = ids if columns is None else ids[:, list(columns)]
+        ids = ids if columns is None else ids[:, list(columns)]
+        if row["valid"] is None:
+            return ids, np.ones(ids.shape[1::-1], bool).T, True
         valid = codecs.decode_bits(row["valid"], (n, width), field=where)
         return ids, valid if columns is None else valid[:, list(columns)], True
     if row["encoding"] != "packed":
@@ -269,6 +275,11 @@ def _floats(
     columns: tuple[int, ...] | None,
     where: str,
 ) -> np.ndarray:
-    decode = decode_split if row["encoding"] == "packed" else codecs.decode_floats
-    values = decode(row[field], shape, field=f"{field} of {where}")
+    name = f"{field} of {where}"
+    if row["encoding"] == "packed":
+        values = decode_split(row[field], shape, field=name)
+    else:
+        # plane by plane; in one dimension they are not put in order, which would be a copy
+        flat = codecs.decode_floats(row[field], (int(np.prod(shape)),), field=name)
+        values = np.moveaxis(flat.reshape(*shape[1:], shape[0]), -1, 0)
     return values if columns is None else values[:, list(columns)]

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import io
 import json
 import os
 import re
+import struct
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,6 +49,8 @@ TEMPORARY = re.compile(
 RETRY_S = 60.0
 _OPTIONS = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1))
 _UNCOMPRESSED = pa.ipc.IpcWriteOptions()
+_SIZE = struct.Struct("<q")
+_NONE = _SIZE.pack(-1)  # in place of the size of a buffer that is not there
 
 
 def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -74,35 +76,39 @@ def _null_counts(array: pa.Array) -> Iterator[int]:
             yield from _null_counts(array.field(index))
 
 
-def column_checksums(batch: pa.RecordBatch, number: int) -> list[str]:
+def column_checksums(
+    batch: pa.RecordBatch, number: int, fields: Sequence[bytes] | None = None
+) -> list[str]:
     """Hash of each column of a canonical batch, so that some can be read and checked alone.
 
     Args:
         batch: some or all columns of a batch.
         number: index of the batch in its shard: a batch that stands elsewhere is found out.
+        fields: `field_bytes` of its columns, for a caller that has them.
     """
     head = number.to_bytes(8, "little") + batch.num_rows.to_bytes(8, "little")
     found = []
-    for field, column in zip(batch.schema, batch.columns, strict=True):
-        digest = xxhash.xxh3_64(head)
-        digest.update(_field_bytes(field))
+    for field, column in zip(fields or field_bytes(batch.schema), batch.columns, strict=True):
+        digest = xxhash.xxh3_64(head + field)
         _update(digest, column)
         found.append(digest.hexdigest())
     return found
 
 
-@functools.lru_cache(maxsize=1024)
-def _field_bytes(field: pa.Field) -> pa.Buffer:
-    return pa.schema([field.remove_metadata()]).serialize()
+def field_bytes(schema: pa.Schema) -> list[bytes]:
+    """What of each field of a schema goes into the checksum of its column."""
+    return [bytes(pa.schema([field.remove_metadata()]).serialize()) for field in schema]
 
 
 def _update(digest: Any, column: pa.Array) -> None:
-    for count in _null_counts(column):
-        digest.update(count.to_bytes(8, "little", signed=True))
-    for buffer in column.buffers():
-        size = -1 if buffer is None else buffer.size
-        digest.update(size.to_bytes(8, "little", signed=True))
-        if buffer is not None:
+    buffers = column.buffers()
+    counts = list(_null_counts(column)) if pa.types.is_nested(column.type) else [column.null_count]
+    digest.update(struct.pack(f"<{len(counts)}q", *counts))
+    for buffer in buffers:
+        if buffer is None:
+            digest.update(_NONE)
+        else:
+            digest.update(_SIZE.pack(buffer.size))
             digest.update(buffer)
 
 
@@ -165,6 +171,7 @@ class _Batches:
             self._stream, self.schema, options=_OPTIONS if compress else _UNCOMPRESSED
         )
         self._number = 0
+        self._fields = field_bytes(self.schema)
 
     @property
     def size(self) -> int:
@@ -178,7 +185,7 @@ class _Batches:
         batch = canonical(batch.cast(self.schema) if batch.schema != self.schema else batch)
         metadata = {
             CHECKSUM: checksum(batch).encode(),
-            COLUMNS: "".join(column_checksums(batch, self._number)).encode(),
+            COLUMNS: "".join(column_checksums(batch, self._number, self._fields)).encode(),
         }
         # what is half written must never get a footer that vouches for it
         self.failed = True

@@ -246,9 +246,14 @@ class Folder:
                 continue
             with self.damage():
                 shard = self.shard(table, file, whole=whole)
-                for number in range(shard.batches):
-                    with self.damage():  # one damaged batch costs only itself
-                        yield file, number, shard.read(number, schema)
+                for run in shard.runs():
+                    together = shard.read_run(run, schema) if len(run) > 1 else None
+                    for number in run:
+                        if together is not None:
+                            yield file, number, together[number - run.start]
+                            continue
+                        with self.damage():  # one damaged batch costs only itself
+                            yield file, number, shard.read(number, schema)
 
     @contextlib.contextmanager
     def damage(self) -> Iterator[None]:

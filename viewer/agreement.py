@@ -130,12 +130,14 @@ def compare(both: Both, eps: float | None) -> Agreement:
         eps: a flip with a smaller margin is a near tie; None takes it from the decisions that
             agree, see `RULES`.
     """
-    a, b = both.ids
-    decided = both.decided
-    k = a.shape[2]
+    # by layer from here on: what is counted lies together then
+    a, b = (ids.transpose(2, 1, 0) for ids in both.ids)
+    valid_a, valid_b = (valid.T for valid in both.valid)
+    decided = valid_a & valid_b
+    layers, k = len(both.layers), len(a)
     # most rows are equal to the last slot: only the others are looked at closely
     odd = np.nonzero(decided & _any_slot(a, b))
-    x, y = a[odd], b[odd]
+    x, y = a[:, odd[0], odd[1]], b[:, odd[0], odd[1]]
     common = _common(x, y)
     other_set = common < k
     flip = np.zeros(decided.shape, bool)
@@ -143,43 +145,47 @@ def compare(both: Both, eps: float | None) -> Agreement:
     order = np.zeros(decided.shape, bool)
     order[odd] = ~other_set
     lost = 1 - common / (2 * k - common)
-    jaccard = decided.sum(0) - np.bincount(odd[1], lost, minlength=len(both.layers))
-    load = _load(x, y, odd[1], len(both.layers), both.num_experts)
-    margin = next((m for m in both.margins if m is not None), None)
-    limit, rule = _limit(both.margins, decided & ~flip, eps)
+    count = np.count_nonzero(decided, axis=1)
+    jaccard = count - np.bincount(odd[0], lost, minlength=layers)
+    load = _load(x, y, odd[0], layers, both.num_experts)
+    margins = tuple(None if m is None else m.T for m in both.margins)
+    margin = next((m for m in margins if m is not None), None)
+    limit, rule = _limit(margins, decided & ~flip, eps)
     state = np.zeros(decided.shape, np.uint8)
-    state[both.valid[1] & ~both.valid[0]] = _CODE["missing_a"]
-    state[both.valid[0] & ~both.valid[1]] = _CODE["missing_b"]
-    state[decided] = _CODE["agree"]
-    state[order] = _CODE["order_only"]
-    state[flip] = _judge(flip, margin, limit)
-    count = decided.sum(0)
+    if not decided.all():
+        state[valid_b & ~valid_a] = _CODE["missing_a"]
+        state[valid_a & ~valid_b] = _CODE["missing_b"]
+    np.copyto(state, np.uint8(_CODE["agree"]), where=decided)
+    state[odd] = _CODE["order_only"]
+    flips = tuple(where[other_set] for where in odd)
+    state[flips] = _judge(flips, margin, limit)
     codes = ("order_only", "near_tie", "margin_unknown", "not_near_tie", "missing_a", "missing_b")
     by_layer = {
         "decisions": count.astype(np.uint32),
-        "flips": flip.sum(0).astype(np.uint32),
+        "flips": np.bincount(flips[0], minlength=layers).astype(np.uint32),
         "jaccard": _share(jaccard, count),
         "load_tv": _share(0.5 * np.abs(load).sum(1), count * k),
-        **{name: (state == _CODE[name]).sum(0).astype(np.uint32) for name in codes},
+        **{
+            name: np.count_nonzero(state == _CODE[name], axis=1).astype(np.uint32) for name in codes
+        },
         **_weighted(both, decided, flip, order),
     }
-    return Agreement(state, margin, limit, rule, by_layer, load)
+    return Agreement(state.T, None if margin is None else margin.T, limit, rule, by_layer, load)
 
 
 def _any_slot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """bool [n, layers], where any slot differs; slot by slot, since a short axis is slow."""
-    out = np.zeros(a.shape[:2], bool)
-    for i in range(a.shape[2]):
-        out |= a[..., i] != b[..., i]
+    """bool [layers, n], where any slot of [k, layers, n] differs."""
+    out = np.zeros(a.shape[1:], bool)
+    for mine, other in zip(a, b, strict=True):
+        out |= mine != other
     return out
 
 
 def _common(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """int64 [m], experts in both of two sets [m, k]."""
-    ours, theirs = np.ascontiguousarray(x.T), np.ascontiguousarray(y.T)
-    hit = np.zeros((2, *ours.shape), bool)
-    for i, mine in enumerate(ours):
-        for j, other in enumerate(theirs):
+    """int64 [m], experts in both of two sets [k, m]."""
+    hit = np.zeros((2, *x.shape), bool)
+    for i, mine in enumerate(x):
+        for j, other in enumerate(y):
             same = mine == other
             hit[0, i] |= same
             hit[1, j] |= same
@@ -187,20 +193,24 @@ def _common(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return found
 
 
-def _judge(flip: np.ndarray, margin: np.ndarray | None, limit: np.ndarray) -> np.ndarray:
-    """Code of each flip, in the order of `np.nonzero(flip)`."""
-    layer = np.nonzero(flip)[1]
+def _judge(
+    flips: tuple[np.ndarray, ...], margin: np.ndarray | None, limit: np.ndarray
+) -> np.ndarray:
+    """Code of each flip; `flips` are its layer and position, `margin` is [layers, n]."""
+    layer = flips[0]
     if margin is None:
         return np.full(len(layer), _CODE["margin_unknown"], np.uint8)
-    known = ~np.isnan(margin[flip]) & ~np.isnan(limit[layer])
-    judged = np.where(margin[flip] < limit[layer], _CODE["near_tie"], _CODE["not_near_tie"])
+    mine = margin[flips]
+    known = ~np.isnan(mine) & ~np.isnan(limit[layer])
+    judged = np.where(mine < limit[layer], _CODE["near_tie"], _CODE["not_near_tie"])
     return np.where(known, judged, _CODE["margin_unknown"]).astype(np.uint8)
 
 
 def _limit(
-    margins: tuple[np.ndarray | None, np.ndarray | None], agree: np.ndarray, eps: float | None
+    margins: tuple[np.ndarray | None, ...], agree: np.ndarray, eps: float | None
 ) -> tuple[np.ndarray, str]:
-    layers = agree.shape[1]
+    """Limit of a near tie by layer, and the rule; arrays [layers, n]."""
+    layers = len(agree)
     if eps is not None:
         return np.full(layers, eps), "given"
     first, second = margins
@@ -215,10 +225,10 @@ def _limit(
 
 
 def _quantile(values: np.ndarray, where: np.ndarray, q: float) -> np.ndarray:
-    """Of each layer, float64 [layers]; of all layers together where one has too few."""
+    """Of each layer of [layers, n], float64; of all layers together where one has too few."""
     use = where & np.isfinite(values)
-    count = use.sum(0)
-    columns = np.sort(np.where(use, values, np.inf).T, axis=1)
+    count = np.count_nonzero(use, axis=1)
+    columns = np.sort(np.where(use, values, np.float32(np.inf)), axis=1)
     out = np.full(len(count), np.nan)
     rank = (q * (count - 1)).astype(np.int64)
     enough = count >= _ENOUGH
@@ -229,12 +239,12 @@ def _quantile(values: np.ndarray, where: np.ndarray, q: float) -> np.ndarray:
 
 
 def _load(x: np.ndarray, y: np.ndarray, layer: np.ndarray, layers: int, experts: int) -> np.ndarray:
-    """Choices of b minus choices of a; rows that are equal cancel."""
+    """Choices of b minus choices of a, [k, m] each; rows that are equal cancel."""
     size = layers * experts
 
     def counts(ids: np.ndarray) -> np.ndarray:
         # an id beyond the experts is damage: it must not count for the next layer
-        flat = layer[:, None] * experts + np.minimum(ids.astype(np.int64), experts - 1)
+        flat = layer * experts + np.minimum(ids.astype(np.int64), experts - 1)
         found: np.ndarray = np.bincount(flat.ravel(), minlength=size)[:size]
         return found
 
@@ -252,42 +262,48 @@ def _share(values: np.ndarray, count: np.ndarray) -> np.ndarray:
 def _weighted(
     both: Both, decided: np.ndarray, flip: np.ndarray, order: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Top-1 agreement and mean L1 distance of the combine weights; NaN without weights."""
-    wa, wb = both.weights
-    nothing = np.full(decided.shape[1], np.nan, np.float32)
-    if wa is None or wb is None:
+    """Top-1 agreement and mean L1 distance of the combine weights; NaN without weights.
+
+    Args:
+        both: the choices.
+        decided: bool [layers, n], where both sides chose.
+        flip: likewise, where the sets differ.
+        order: likewise, where the order alone differs.
+    """
+    nothing = np.full(len(decided), np.nan, np.float32)
+    if both.weights[0] is None or both.weights[1] is None:
         return {"top1": nothing, "weight_l1": nothing}
-    (total_a, top_a), (total_b, top_b) = (
-        _top1(i, w) for i, w in zip(both.ids, (wa, wb), strict=True)
-    )
+    wa, wb = (w.transpose(2, 1, 0) for w in both.weights if w is not None)
+    sides = [ids.transpose(2, 1, 0) for ids in both.ids]
+    (total_a, top_a), (total_b, top_b) = (_top1(i, w) for i, w in zip(sides, (wa, wb), strict=True))
     finite = decided & np.isfinite(total_a) & np.isfinite(total_b)
     same_set = finite & ~flip
     distance = np.zeros(decided.shape)
     with np.errstate(invalid="ignore"):
-        for slot in range(wa.shape[2]):
-            distance += np.abs(wa[..., slot] - wb[..., slot])
+        for mine, other in zip(wa, wb, strict=True):
+            distance += np.abs(mine - other)
     moved = np.nonzero(same_set & order)
-    ranks = [np.argsort(i[moved], -1, kind="stable") for i in both.ids]
+    ranks = [np.argsort(i[:, moved[0], moved[1]], 0, kind="stable") for i in sides]
     first, second = (
-        np.take_along_axis(w[moved], r, -1) for w, r in zip((wa, wb), ranks, strict=True)
+        np.take_along_axis(w[:, moved[0], moved[1]], r, 0)
+        for w, r in zip((wa, wb), ranks, strict=True)
     )
-    distance[moved] = np.abs(first - second).sum(-1)
-    total = np.where(same_set, distance, 0).sum(0)
+    distance[moved] = np.abs(first - second).sum(0)
+    total = np.where(same_set, distance, 0).sum(1)
     return {
-        "top1": _share((finite & (top_a == top_b)).sum(0), finite.sum(0)),
-        "weight_l1": _share(total, same_set.sum(0)),
+        "top1": _share((finite & (top_a == top_b)).sum(1), finite.sum(1)),
+        "weight_l1": _share(total, same_set.sum(1)),
     }
 
 
 def _top1(ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sum of the weights, and the expert with the largest one, [n, layers] each."""
-    total, best, top = weights[..., 0].copy(), weights[..., 0].copy(), ids[..., 0].copy()
-    for slot in range(1, weights.shape[2]):
-        weight = weights[..., slot]
+    """Of [k, layers, n] the sum of the weights, and the expert with the largest one."""
+    total, best, top = weights[0].copy(), weights[0].copy(), ids[0].copy()
+    for expert, weight in zip(ids[1:], weights[1:], strict=True):
         total += weight
         larger = weight > best
         np.copyto(best, weight, where=larger)
-        np.copyto(top, ids[..., slot], where=larger)
+        np.copyto(top, expert, where=larger)
     return total, top
 
 
@@ -297,11 +313,12 @@ def margin_histogram(found: Agreement) -> np.ndarray:
     out = np.zeros((layers, 2, bins), np.uint32)
     if found.margin is None:
         return out
-    known = (found.state >= _CODE["agree"]) & ~np.isnan(found.margin)
-    margin = np.clip(found.margin[known], np.float32(EDGES[0]), np.float32(EDGES[-1]))
+    state, margin = found.state.T, found.margin.T
+    known = (state >= _CODE["agree"]) & ~np.isnan(margin)
+    margin = np.clip(margin[known], np.float32(EDGES[0]), np.float32(EDGES[-1]))
     place = np.minimum(((np.log10(margin) + 9) * 2).astype(np.int32), bins - 1)
-    flipped = found.state >= _CODE["near_tie"]
-    first = (np.arange(layers, dtype=np.int32) * 2 + flipped) * np.int32(bins)
+    flipped = state >= _CODE["near_tie"]
+    first = (np.arange(layers, dtype=np.int32)[:, None] * 2 + flipped) * np.int32(bins)
     counted = np.bincount(first[known] + place, minlength=out.size)
     out[:] = counted.reshape(out.shape)
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import OrderedDict
@@ -164,12 +165,17 @@ class Pair:
         found: dict[str, tuple[int, str | None]] = {}
         if self.tape is None:
             return found
-        for _, _, batch in self.tape.batches("events", ["kind", "detail"]):
-            kinds = batch.column("kind")
+        names = ["kind", "detail"]
+        schema = pa.schema([self.tape.schemas["events"].field(name) for name in names])
+        batches = (batch for _, _, batch in self.tape.batches("events", names))
+        # many at a time: recorders commit few rows together, and each look costs as much
+        while some := list(itertools.islice(batches, 256)):
+            table = pa.Table.from_batches(some, schema)
+            kinds = table.column("kind")
             for row in pc.value_counts(kinds).to_pylist():
                 kind, count = row["values"], row["counts"]
                 if kind not in found:
-                    found[kind] = 0, batch.column("detail")[pc.index(kinds, kind).as_py()].as_py()
+                    found[kind] = 0, table.column("detail")[pc.index(kinds, kind).as_py()].as_py()
                 found[kind] = found[kind][0] + count, found[kind][1]
         return found
 
@@ -329,6 +335,9 @@ class Library:
         follow: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        # Arrow imports pandas when it is first given a Python value, if it is installed: 0.3 s that
+        # pass here while the browser starts. A request that comes sooner waits for it as ever.
+        threading.Thread(target=pa.scalar, args=(0,), name="rolltape-imports").start()
         self.lock = threading.Lock()
         self.failures: list[Failure] = []
         self.generation = 0  # counts how often a tape was opened again

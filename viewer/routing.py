@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rolltape.store.routes import Routes
+from rolltape.store.routes import Routes, join_routes
 from rolltape.store.sequences import Sequence
 from rolltape.viewer.agreement import EDGES, RULES, STATES, Both, align, compare, margin_histogram
 from rolltape.viewer.arrays import encode
@@ -48,12 +48,19 @@ def own_choice(sequence: Sequence, start: int, end: int, layers: set[int] | None
         return None
     rows = sequence.tape.fragments("routes", sequence.key, (start, stop))
     for role in ("live", "used"):
-        recorded = {int(x) for row in rows if row["role"] == role for x in row["layers"]}
+        mine = [row for row in rows if row["role"] == role]
+        recorded = {x for row in mine for x in np.asarray(row["layers"]).tolist()}
         wanted = recorded if layers is None else recorded & layers
         if wanted:
-            found = sequence.window(start, stop).routes(role, layers=sorted(wanted))
-            if found is not None:
-                return Side(role, found)
+            found = join_routes(
+                mine,
+                (start, stop),
+                sequence.id,
+                unpack=sequence.tape.unpack,
+                layers=sorted(wanted),
+                planes=True,
+            )
+            return Side(role, found)
     return None
 
 

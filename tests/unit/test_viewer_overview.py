@@ -15,6 +15,7 @@ from rolltape.store import Key, TapeWriter, create_tape, open_report
 from rolltape.store import open as open_tape
 from rolltape.store.columns import Masked
 from rolltape.viewer import overview as module
+from rolltape.viewer.library import Library
 from rolltape.viewer.overview import count_sizes
 from tests.e2e.viewer_client import Api
 from tests.e2e.viewer_data import Scene, diff_case
@@ -140,3 +141,16 @@ def test_drift_by_version_step_and_time(tmp_path: Path) -> None:
     same: Any = [_Result(0, 5), _Result(1, 5), _Result(2, None)]
     assert drift(deltas, same, open_tape(a), open_tape(a))["by_time"] == []
     assert drift(deltas, same, open_tape(a), open_tape(a))["by_step"] == []
+
+
+def test_events_of_many_commits_are_counted_and_the_first_of_each_is_kept(tmp_path: Path) -> None:
+    root = create_tape(tmp_path / "a", role="rollout")
+    with TapeWriter(root) as writer:
+        for i in range(600):
+            kind = "preempt" if i < 300 or i % 2 else "gap"
+            row = {"writer": writer.id, "t_ns": i, "kind": kind, "detail": str(i)}
+            writer.append("events", row)
+            writer.flush()
+    (run,) = Library([root]).runs()
+    pair = Library([root]).pair(run.id, None)
+    assert pair.events == {"preempt": (450, "0"), "gap": (150, "300")}
