@@ -8,6 +8,7 @@ replay can test here is `not_testable` and says why.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,9 +18,21 @@ from typing import Any
 from rolltape.viewer.answers import unknown
 from rolltape.viewer.facts import AGAINST, FOR, Evidence, facts, flip_contrast
 from rolltape.viewer.library import Pair
-from rolltape.viewer.paired import METHOD, Effect, Effects, default, replay_of
+from rolltape.viewer.paired import (
+    FEWEST,
+    METHOD,
+    Effect,
+    Effects,
+    _few,
+    _percent,
+    default,
+    replay_of,
+)
 
 STATES = ("supported", "inconclusive", "not_tested", "not_testable", "refuted")
+#: What a share of the gap is a share of. k3 weighs the large differences more, so that what goes of
+#: it is another number; it stands beside and decides nothing.
+MEASURE = "sum |\N{GREEK CAPITAL LETTER DELTA}|"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +189,7 @@ class Board:
             "report": pair.report.uuid if pair.report is not None else None,
             "gap": {name: summary.get(name) for name in names} if summary else None,
             "method": METHOD,
+            "measure": MEASURE,
             "state_words": _WORDS,
             "replays": [r.plain() for r in self.effects.replays],
             "unused": self.effects.unused,
@@ -232,7 +246,7 @@ class Board:
             "question": cause.question,
             "state": state,
             "why": why,
-            "effects": [{**e.plain(), "state": e.state, "why": e.why} for e in effects],
+            "effects": [{**e.plain(), "state": e.state, "why": said(e)} for e in effects],
             "evidence": [e.plain() for e in evidence],
             "commands": self.commands(cause) if testable and open_ and not effects else [],
         }
@@ -309,9 +323,9 @@ def _state(
 ) -> tuple[str, str]:
     """The state and its reason. Experiments and facts that settle it count; notes never do."""
     settled = [e for e in evidence if e.decisive]
-    pro = [f"{_pair(e)}: {e.why}" for e in effects if e.state == "supported"]
+    pro = [f"{_pair(e)}: {said(e)}" for e in effects if e.state == "supported"]
     pro += [e.text for e in settled if e.says == FOR]
-    con = [f"{_pair(e)}: {e.why}" for e in effects if e.state == "refuted"]
+    con = [f"{_pair(e)}: {said(e)}" for e in effects if e.state == "refuted"]
     con += [e.text for e in settled if e.says == AGAINST]
     if pro and con:
         return "inconclusive", f"the evidence disagrees. For: {pro[0]}. Against: {con[0]}"
@@ -320,12 +334,37 @@ def _state(
     if con:
         return "refuted", con[0]
     if effects:
-        return "inconclusive", f"{_pair(effects[-1])}: {effects[-1].why}"
+        return "inconclusive", f"{_pair(effects[-1])}: {said(effects[-1])}"
     if missing:
         return "not_testable", missing
     if cause.tests:
         return "not_tested", "no two replays of this tape differ in this alone"
     return "not_testable", cause.why_not
+
+
+def said(effect: Effect) -> str:
+    """What an effect shows, in words: no share of the gap without its measure."""
+    n = effect.numbers or {}
+    if "share" not in n:
+        return effect.why
+    if effect.kind == "size":
+        return f"{effect.why}, in {MEASURE}"
+    share, low, high = (float(n[name]) for name in ("share", "low", "high"))
+    if share < 0:  # growth, and the interval of the growth
+        span = f"(95 %: {_percent(-high)} to {_percent(-low)})"
+        text = f"the gap grows by {_percent(-share)} {span} in {MEASURE}: none of it goes"
+    else:
+        span = f"(95 %: {_percent(low)} to {_percent(high)})"
+        text = f"{_percent(share)} of the gap goes {span} in {MEASURE}"
+    text += _of_k3(n.get("k3_before"), n.get("k3_after"))
+    return text + (_few(n["with_gap"], " with a gap") if n["with_gap"] < FEWEST else "")
+
+
+def _of_k3(before: float | None, after: float | None) -> str:
+    if before is None or after is None or not (before > 0 and math.isfinite(after)):
+        return ""
+    share = 1 - after / before
+    return f"; k3 grows by {_percent(-share)}" if share < 0 else f"; of k3 {_percent(share)} goes"
 
 
 def _pair(effect: Effect) -> str:

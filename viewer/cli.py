@@ -127,6 +127,8 @@ def _export(
     done = export(paths, out, names, tokenizer=tokenizer)
     count = sum(len(found) for found in done["sequences"].values())
     click.echo(f"{out}: {count} sequences, {done['files']} files, {done['bytes'] / 1e6:.1f} MB")
+    sizes = ", ".join(f"{screen} {size / 1e6:.1f}" for screen, size in done["sizes"].items())
+    click.echo(f"MB by screen: {sizes}")
     # modules are not loaded from file:// addresses
     click.echo(f"any file server shows it: python -m http.server -d {shlex.quote(str(out))}")
 

@@ -2,131 +2,62 @@
 
 The answers are those of the interface itself, asked in this process. `js/static_api.js` gives them
 to the page in place of a server. Lists hold the chosen sequences alone; numbers about the whole run
-(overview, causes) stay what they are.
+(overview, causes, weights) stay what they are. Of a long schedule the steps of the chosen sequences
+are there one by one, the others as bins.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from itertools import permutations
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode
+
+import numpy as np
 
 from rolltape.store.errors import TapeExistsError, UsageError
 from rolltape.viewer.app import make_app
 from rolltape.viewer.assets import assets
+from rolltape.viewer.bundle import Asked, Bundle, quoted, write_file
 from rolltape.viewer.columns import MAX_WINDOW
+from rolltape.viewer.heat import METRICS
 from rolltape.viewer.security import POLICY
 
-#: Screens that a bundle has.
-SCREENS = ("home", "overview", "seqs", "seq", "causes", "sides", "basket")
-#: Positions whose details stand in one file.
+#: Positions, or steps, whose details stand in one file.
 CHUNK = 64
+#: Positions of a tile of the map of layers, all sites of it.
+TILE = 1024
+#: Thresholds of the front that the page offers besides the noise floor, as it writes them;
+#: `THRESHOLDS` in js/heat_math.js.
+THRESHOLDS = ("0", "1e-7", "1e-6", "1e-5", "1e-4", "1e-3", "1e-2", "1e-1", "1")
+#: Positions of a window of routing; `WINDOW` in js/routing_math.js.
+ROUTING = 2048
 
 _MOST_REPORTS = 6  # of which every two are put side by side
-_SUFFIX = {"application/json": "json", "application/x-safetensors": "safetensors"}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer of the interface."""
-
-    status: int
-    media: str
-    body: bytes
-
-
-class Asked:
-    """An ASGI application that is asked in this process, without a socket.
-
-    Its event loop has a thread of its own: the caller may be in one already.
-    """
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-        self._thread = ThreadPoolExecutor(1, "export")
-        self._runner = asyncio.Runner()
-
-    def __enter__(self) -> Asked:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.submit(self._runner.close).result()
-        self._thread.shutdown()
-
-    def get(self, path: str, query: str) -> Answer:
-        """One GET."""
-        return self._thread.submit(lambda: self._runner.run(_get(self._app, path, query))).result()
+_SPANS = 5000  # that the page asks for at a time
+_MOST_SPANS = 20_000
+_MOST_WINDOWS = 16  # of the timeline, where the whole of it is bins
+_MOST_ROWS = 64  # of a step
 
 
 @dataclass
-class Bundle:
-    """What has been written.
+class _Seen:
+    """What the chosen sequences of a run were made by.
 
     Args:
-        root: the folder.
-        app: what is asked.
-        files: key of a request -> file relative to the folder.
-        written: file -> bytes.
+        lengths: positions by sequence.
+        steps: by sequence and engine.
+        windows: of the timeline in which there is every step, as in its address.
     """
 
-    root: Path
-    app: Asked
-    files: dict[str, str] = field(default_factory=dict)
-    written: dict[str, int] = field(default_factory=dict)
-
-    def ask(self, path: str, **params: Any) -> Any:
-        """The JSON answer.
-
-        Raises:
-            UsageError: it is not one.
-        """
-        return json.loads(self._answer(path, params).body)
-
-    def keep(self, path: str, **params: Any) -> None:
-        """Write an answer as it is.
-
-        Raises:
-            UsageError: there is none.
-        """
-        answer = self._answer(path, params)
-        self._write(_key(path, params), answer.media, answer.body)
-
-    def put(self, path: str, value: Any, **params: Any) -> None:
-        """Write a JSON answer that was changed."""
-        body = json.dumps(value, separators=(",", ":")).encode()
-        self._write(_key(path, params), "application/json", body)
-
-    def stand_in(self, rep: str) -> None:
-        """An address without `rep` means this one: the newest report."""
-        for key, name in list(self.files.items()):
-            path, _, query = key.partition("?")
-            rest = [part for part in query.split("&") if part != f"rep={rep}"]
-            if query and len(rest) < len(query.split("&")):
-                self.files[path + (f"?{'&'.join(rest)}" if rest else "")] = name
-
-    def _answer(self, path: str, params: Mapping[str, Any]) -> Answer:
-        given = {k: v for k, v in params.items() if v is not None}
-        answer = self.app.get("/" + path, urlencode(given))
-        if answer.status != 200:
-            raise UsageError(f"{path}: {json.loads(answer.body).get('detail')}")
-        return answer
-
-    def _write(self, key: str, media: str, body: bytes) -> None:
-        digest = hashlib.sha256(body).hexdigest()[:16]
-        stem = re.sub(r"[^A-Za-z0-9._/-]", "_", key.partition("?")[0])
-        name = f"{stem}-{digest}.{_SUFFIX[media]}"
-        self.files[key] = name
-        if name not in self.written:
-            write_file(self.root / name, body)
-            self.written[name] = len(body)
+    lengths: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, dict[str, set[int]]] = field(default_factory=dict)
+    windows: list[tuple[int, int]] = field(default_factory=list)
 
 
 def export(
@@ -141,7 +72,7 @@ def export(
         tokenizer: as for `make_app`.
 
     Returns:
-        `sequences`: ids by run, `files`, `bytes`.
+        `sequences`: ids by run, `files`, `bytes`, `sizes`: bytes by screen.
 
     Raises:
         TapeExistsError: `out` is not empty.
@@ -149,25 +80,26 @@ def export(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TapeExistsError(f"{out} is not empty", hint="choose another --export, or remove it")
-    with Asked(make_app(paths, tokenizer=tokenizer)) as app:
+    given = list(paths)
+    with Asked(make_app(given, tokenizer=tokenizer)) as app:
         bundle = Bundle(out, app)
-        chosen = _write(bundle, list(dict.fromkeys(sequences)))
+        chosen, seen = _write(bundle, list(dict.fromkeys(sequences)))
+        _page(bundle, seen, shlex.join(["rolltape", "view", *map(str, given)]))
     return {
         "sequences": chosen,
         "files": len(bundle.written),
         "bytes": sum(bundle.written.values()),
+        "sizes": bundle.sizes,
     }
 
 
-def _write(bundle: Bundle, names: list[str]) -> dict[str, list[str]]:
+def _write(bundle: Bundle, names: list[str]) -> tuple[dict[str, list[str]], dict[str, _Seen]]:
     runs = bundle.ask("api/runs")
     chosen = _choose(bundle, runs["runs"], names)
     kept = [run for run in runs["runs"] if run["id"] in chosen]
     bundle.put("api/runs", {**runs, "follow": False, "runs": kept})
     bundle.put("api/notes", {"file": None, "items": []})
-    lengths = {run["id"]: _run(bundle, run, chosen[run["id"]]) for run in kept}
-    _page(bundle, lengths)
-    return chosen
+    return chosen, {run["id"]: _run(bundle, run, chosen[run["id"]]) for run in kept}
 
 
 def _choose(bundle: Bundle, runs: list[dict[str, Any]], names: list[str]) -> dict[str, list[str]]:
@@ -191,33 +123,42 @@ def _choose(bundle: Bundle, runs: list[dict[str, Any]], names: list[str]) -> dic
 
 def _containing(bundle: Bundle, path: str, text: str) -> Iterator[str]:
     """All ids of a run that contain a text, whatever it means in a filter."""
-    quoted = re.sub(r'(["\\])', r"\\\1", text)
+    quoted_text = re.sub(r'(["\\])', r"\\\1", text)
     after: str | None = ""
     while after is not None:
-        page = bundle.ask(path, q=f'id:"{quoted}"', sort="id", limit=500, after=after or None)
+        page = bundle.ask(path, q=f'id:"{quoted_text}"', sort="id", limit=500, after=after or None)
         yield from (row["id"] for row in page["rows"])
         after = page["next"]
 
 
-def _run(bundle: Bundle, run: dict[str, Any], names: list[str]) -> dict[str, int]:
+def _run(bundle: Bundle, run: dict[str, Any], names: list[str]) -> _Seen:
     at = f"api/runs/{run['id']}"
     reports: list[str | None] = [r["id"] for r in run["reports"]]
-    lengths: dict[str, int] = {}
+    seen = _Seen()
     for rep in reports or [None]:
+        bundle.screen = "overview"
         bundle.keep(at, rep=rep)
+        bundle.screen = "causes"
         bundle.keep(f"{at}/causes", rep=rep)
-        listed = [bundle.ask(f"{at}/seqs/{_quoted(name)}", rep=rep)["seq"] for name in names]
+        bundle.screen = "list"
+        listed = [bundle.ask(f"{at}/seqs/{quoted(name)}", rep=rep)["seq"] for name in names]
         first = bundle.ask(f"{at}/seqs", limit=1, rep=rep)
         counts = {"start": 0, "matched": len(listed), "total": len(listed), "next": None}
         bundle.put(f"{at}/seqs", {**first, **counts, "rows": listed}, rep=rep)
         for k, name in enumerate(names):
-            _sequence(bundle, at, name, rep, names, k, lengths)
+            _sequence(bundle, at, name, rep, names, k, seen)
+            place = f"{at}/seqs/{quoted(name)}"
+            _layers(bundle, place, rep)
+            _routing(bundle, place, rep)
+        _timeline(bundle, at, rep, seen)
+        _weights(bundle, at, rep)
     if reports:
         bundle.stand_in(str(run["report"]))
+    bundle.screen = "side by side"
     for one, other in permutations(reports[-_MOST_REPORTS:], 2):
         for name in names:
-            _sides(bundle, f"{at}/seqs/{_quoted(name)}/sides", str(one), str(other))
-    return lengths
+            _sides(bundle, f"{at}/seqs/{quoted(name)}/sides", str(one), str(other))
+    return seen
 
 
 def _sequence(
@@ -227,9 +168,10 @@ def _sequence(
     rep: str | None,
     names: list[str],
     k: int,
-    lengths: dict[str, int],
+    seen: _Seen,
 ) -> None:
-    place = f"{at}/seqs/{_quoted(name)}"
+    bundle.screen = "tokens"
+    place = f"{at}/seqs/{quoted(name)}"
     info = bundle.ask(place, rep=rep)
     info["neighbours"] = {
         "previous": names[k - 1] if k else None,
@@ -240,15 +182,170 @@ def _sequence(
     bundle.put(place, info, rep=rep)
     bundle.keep(f"{place}/causes", rep=rep)
     n = int(info["n"])
-    lengths[name] = max(n, lengths.get(name, 0))
+    seen.lengths[name] = max(n, seen.lengths.get(name, 0))
     for start, end in windows(n):
         bundle.keep(f"{place}/tokens", start=start, end=end, rep=rep)
+    steps = seen.steps.setdefault(name, {})
+
+    def note(detail: dict[str, Any]) -> None:
+        step = (detail["sides"]["a"] or {}).get("step")
+        if step is not None:
+            steps.setdefault(step["engine"], set()).add(step["step"])
+
+    _positions(bundle, f"{place}/tokens", n, rep, note)
+
+
+def _positions(
+    bundle: Bundle,
+    path: str,
+    n: int,
+    rep: str | None,
+    each: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> None:
+    """Everything about every position, several in a file."""
     for start in range(0, n, CHUNK):
         details = {
-            position: bundle.ask(f"{place}/tokens/{position}", rep=rep)
-            for position in range(start, min(start + CHUNK, n))
+            p: bundle.ask(f"{path}/{p}", rep=rep) for p in range(start, min(start + CHUNK, n))
         }
-        bundle.put(f"{place}/tokens/{start}", details, rep=rep)
+        for detail in details.values():
+            each(detail)
+        bundle.put(f"{path}/{start}", details, rep=rep)
+
+
+def _layers(bundle: Bundle, place: str, rep: str | None) -> None:
+    """The map by position, all sites of a measure in a tile; the page makes its bins itself."""
+    bundle.screen = "layers"
+    info = bundle.ask(f"{place}/layers", rep=rep)
+    bundle.put(f"{place}/layers", info, rep=rep)
+    if not info["sites"]:
+        return
+    n = int(info["n"])
+    for metric in METRICS:
+        for start, end in windows(n, TILE):
+            bundle.keep(f"{place}/heat", metric=metric, start=start, end=end, sites="*", rep=rep)
+    for start, end in windows(n, TILE):
+        bundle.keep(f"{place}/site-values", start=start, end=end, rep=rep)
+    floor = [None] if info["report"]["by_site"] else []
+    for threshold in (*floor, *THRESHOLDS):
+        bundle.keep(f"{place}/front", threshold=threshold, rep=rep)
+
+
+def _routing(bundle: Bundle, place: str, rep: str | None) -> None:
+    """Windows side by side, with eps by the rule: agreement and eps are those of a window."""
+    bundle.screen = "routing"
+    info = bundle.ask(f"{place}/routes", rep=rep)
+    bundle.put(f"{place}/routes", info, rep=rep)
+    if not info["comparable"]:
+        return
+    n = int(info["n"])
+    for start, end in windows(n, ROUTING):
+        window = bundle.keep(f"{place}/routing", start=start, end=end, rep=rep)
+        for layer in _numbers(window, "layers"):
+            one = {"start": start, "end": end, "bins": 1, "layers": layer}
+            bundle.keep(f"{place}/routing", **one, rep=rep)
+    _positions(bundle, f"{place}/routing", n, rep)
+
+
+def _numbers(body: bytes, name: str) -> list[int]:
+    """An array of uint32 of safetensors bytes."""
+    size = int.from_bytes(body[:8], "little")
+    begin, end = json.loads(body[8 : 8 + size])[name]["data_offsets"]
+    found: list[int] = np.frombuffer(body[8 + size + begin : 8 + size + end], "<u4").tolist()
+    return found
+
+
+def _timeline(bundle: Bundle, at: str, rep: str | None, seen: _Seen) -> None:
+    """The whole as the page asks for it first; where that is bins, windows with every step in which
+    the chosen sequences ran. Of those steps everything."""
+    bundle.screen = "timeline"
+    _kernels(bundle, at, rep)
+    whole = bundle.find(f"{at}/timeline", max_spans=_SPANS, rep=rep)
+    if whole is None:
+        bundle.keep(f"{at}/timeline", rep=rep)
+        return
+    bundle.put(f"{at}/timeline", whole, rep=rep)
+    of_engine: dict[str, set[int]] = {}
+    spans = []
+    for engines in seen.steps.values():
+        for engine, steps in engines.items():
+            of_engine.setdefault(engine, set()).update(steps)
+            first, last = (
+                bundle.find(f"{at}/steps/{engine}/{step}", rep=rep)
+                for step in (min(steps), max(steps))
+            )
+            if first is not None and last is not None:
+                end = _time(last, whole["axis"]) + max(1, last["duration_ns"] or 1)
+                spans.append((_time(first, whole["axis"]), end))
+    if whole["bins"] is not None:
+        seen.windows = list(_windows(bundle, f"{at}/timeline", rep, _merged(spans)))
+    for engine, steps in of_engine.items():
+        for start in sorted({step - step % CHUNK for step in steps}):
+            numbers = sorted(steps & set(range(start, start + CHUNK)))
+            found = {s: bundle.find(f"{at}/steps/{engine}/{s}", rep=rep) for s in numbers}
+            details = {s: _short(d, seen) for s, d in found.items() if d is not None}
+            bundle.put(f"{at}/steps/{engine}/{start}", details, rep=rep)
+
+
+def _short(step: dict[str, Any], seen: _Seen) -> dict[str, Any]:
+    """Of its rows some, and those of the chosen sequences."""
+    rows = step["batch"]["rows"]
+    own = [row for row in rows[_MOST_ROWS:] if row["seq"] in seen.lengths]
+    return {**step, "batch": {**step["batch"], "rows": [*rows[:_MOST_ROWS], *own]}}
+
+
+def _time(step: dict[str, Any], axis: str) -> int:
+    return int(step["t_ns"] if axis == "time" else step["step"])
+
+
+def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    out: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(end, out[-1][1]))
+        else:
+            out.append((start, end))
+    return out
+
+
+def _windows(
+    bundle: Bundle, path: str, rep: str | None, wanted: list[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Windows in which there is every step: wanted ones, and parts of those with too many."""
+    made = 0
+    while wanted and made < _MOST_WINDOWS:
+        t0, t1 = wanted.pop(0)
+        answer = bundle.ask(path, t0=t0, t1=t1, max_spans=_MOST_SPANS, rep=rep)
+        if answer["spans"] is not None:
+            bundle.put(path, answer, t0=t0, t1=t1, rep=rep)
+            made += 1
+            yield t0, t1
+        elif t1 - t0 > 1:
+            wanted[:0] = [(t0, (t0 + t1) // 2), ((t0 + t1) // 2, t1)]
+
+
+def _kernels(bundle: Bundle, at: str, rep: str | None) -> None:
+    """Every choice of kernels in one answer."""
+    page = bundle.ask(f"{at}/tactics", limit=500, rep=rep)
+    rows, after = list(page["rows"]), page["next"]
+    while after is not None:
+        more = bundle.ask(f"{at}/tactics", limit=500, after=after, rep=rep)
+        rows += more["rows"]
+        after = more["next"]
+    bundle.put(f"{at}/tactics", {**page, "rows": rows, "next": None}, rep=rep)
+
+
+def _weights(bundle: Bundle, at: str, rep: str | None) -> None:
+    """The last versions, and in one more file the digests of all."""
+    bundle.screen = "weights"
+    answer = bundle.find(f"{at}/weights", rep=rep)
+    bundle.keep(f"{at}/weights", rep=rep)
+    parts: list[dict[str, Any]] = []
+    while answer is not None and answer["digests"]["versions"]:
+        parts.append({name: answer[name] for name in ("digests", "against_b")})
+        earliest = answer["digests"]["versions"][0]
+        more = earliest > answer["digests"]["first"]
+        answer = bundle.ask(f"{at}/weights", version=earliest - 1, rep=rep) if more else None
+    bundle.put(f"{at}/weights/versions", parts, rep=rep)
 
 
 def _sides(bundle: Bundle, place: str, a: str, b: str) -> None:
@@ -259,12 +356,12 @@ def _sides(bundle: Bundle, place: str, a: str, b: str) -> None:
         bundle.keep(place, a=a, b=b, start=start, end=end)
 
 
-def windows(n: int) -> list[tuple[int, int]]:
+def windows(n: int, size: int = MAX_WINDOW) -> list[tuple[int, int]]:
     """The windows in which the page asks for n positions."""
-    return [(start, min(start + MAX_WINDOW, n)) for start in range(0, n, MAX_WINDOW)]
+    return [(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def _page(bundle: Bundle, lengths: Mapping[str, Mapping[str, int]]) -> None:
+def _page(bundle: Bundle, seen: Mapping[str, _Seen], command: str) -> None:
     for name, asset in assets().items():
         if name != "index.html":
             write_file(bundle.root / "static" / name, asset.content)
@@ -272,7 +369,7 @@ def _page(bundle: Bundle, lengths: Mapping[str, Mapping[str, int]]) -> None:
     policy = "; ".join(p for p in POLICY.split("; ") if not p.startswith("frame-ancestors"))
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f'<meta name="rolltape-screens" content="{" ".join(SCREENS)}">\n'
+        f'<meta name="rolltape-folder" content="{escape(command)}">\n'
         '<script type="module" src="static/js/static_api.js"></script>\n'
     )
     index = assets()["index.html"].content.decode()
@@ -280,57 +377,12 @@ def _page(bundle: Bundle, lengths: Mapping[str, Mapping[str, int]]) -> None:
     write_file(bundle.root / "index.html", (before + head + script + after).encode())
     manifest = {
         "files": bundle.files,
-        "lengths": lengths,
+        "lengths": {run: found.lengths for run, found in seen.items()},
+        # as text: ns do not fit the numbers of a page
+        "timeline": {run: [[str(t) for t in w] for w in f.windows] for run, f in seen.items()},
         "chunk": CHUNK,
         "window": MAX_WINDOW,
+        "tile": TILE,
+        "sizes": bundle.sizes,
     }
     write_file(bundle.root / "bundle.json", json.dumps(manifest, indent=0).encode())
-
-
-def write_file(path: Path, body: bytes) -> None:
-    """Write a file, with its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(body)
-
-
-def _quoted(name: str) -> str:
-    return quote(name, safe="!*'()")
-
-
-def _key(path: str, params: Mapping[str, Any]) -> str:
-    """What the page looks an answer up by; `keyOf` in js/static_api.js makes the same."""
-    given = sorted((k, str(v)) for k, v in params.items() if v is not None)
-    return path + (f"?{'&'.join(f'{k}={v}' for k, v in given)}" if given else "")
-
-
-async def _get(app: Any, path: str, query: str) -> Answer:
-    status, media, body = 500, "", b""
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Mapping[str, Any]) -> None:
-        nonlocal status, media, body
-        if message["type"] == "http.response.start":
-            status = int(message["status"])
-            headers = {bytes(k).lower(): bytes(v).decode() for k, v in message["headers"]}
-            media = headers.get(b"content-type", "").partition(";")[0]
-        else:
-            body += message.get("body", b"")
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "GET",
-        "scheme": "http",
-        "path": path.replace("%3A", ":"),
-        "raw_path": path.encode(),
-        "query_string": query.encode(),
-        "root_path": "",
-        "headers": [(b"host", b"127.0.0.1")],
-        "client": None,
-        "server": ("127.0.0.1", 80),
-    }
-    await app(scope, receive, send)
-    return Answer(status, media, body)

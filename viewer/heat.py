@@ -31,6 +31,8 @@ _LEVELS = 256 - FIRST - 1
 MAX_BINS = 4096
 MAX_CELLS = 1 << 22
 MAX_PATTERNS = 512
+#: Sites of a tile without a wish; of a sequence without outputs there are none.
+USUAL = "layers.*.out"
 
 
 @dataclass(frozen=True)
@@ -194,15 +196,21 @@ def chosen_sites(pair: Pair, name: str, patterns: str) -> list[str]:
         patterns: names, `*` being any run of characters, separated by commas.
 
     Raises:
-        Problem: 400, too many of them.
+        Problem: 400, too many of them, or one that no site fits though the sequence has some.
     """
-    wanted = {p.strip() for p in patterns.split(",")}
+    wanted = dict.fromkeys(p.strip() for p in patterns.split(","))
     wild = [p for p in wanted if "*" in p]
     if len(wild) > MAX_PATTERNS:
         raise bad_parameter("sites", f"at most {MAX_PATTERNS} patterns with *")
     known = pair.report.sites(name) if pair.report is not None else []
-    found = (s for s in known if s in wanted or any(fnmatchcase(s, p) for p in wild))
-    return sorted(found, key=site_order)
+    every = sorted(known, key=site_order)
+    exact = wanted.keys() & set(every)
+    for each in wanted if every else ():
+        fits = any(fnmatchcase(s, each) for s in every) if "*" in each else each in exact
+        if not fits and each != USUAL:
+            text = f"no site fits {each!r}; the sequence has {every[0]} to {every[-1]}"
+            raise bad_parameter("sites", f"{text}, see layers for all {len(every)}")
+    return [s for s in every if s in exact or any(fnmatchcase(s, p) for p in wild)]
 
 
 def extent(pair: Pair, name: str) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from typing import Any
 
@@ -9,9 +10,11 @@ import numpy as np
 
 from rolltape.store.sequences import Sequence, Tape
 from rolltape.store.sites import site_order
+from rolltape.viewer.answers import Problem
+from rolltape.viewer.arrays import encode
 from rolltape.viewer.detail import float_text
 from rolltape.viewer.front import floor_sample, floor_thresholds
-from rolltape.viewer.heat import STATES, SiteRows, extent, site_rows
+from rolltape.viewer.heat import MAX_CELLS, STATES, SiteRows, extent, site_rows
 from rolltape.viewer.library import Pair
 from rolltape.viewer.recorded import recorded
 
@@ -147,6 +150,11 @@ def _holds(tape: Tape | None) -> bool | None:
     return None if tape is None else bool(tape.files("activations"))
 
 
+_MEASURES = ("equal", "rel_l2", "max_abs", "cosine", "ulp", "non_finite", "sketched")
+#: Bits of the `flags` of `site_values`.
+FLAGS = ("there", "equal", "sketched")
+
+
 def token_layers(pair: Pair, name: str, position: int) -> dict[str, Any]:
     """Every measure of every site at one position.
 
@@ -154,11 +162,10 @@ def token_layers(pair: Pair, name: str, position: int) -> dict[str, Any]:
         `rows`: site, `equal`, `rel_l2`, `max_abs`, `cosine` (text with all digits of a float32),
         `ulp`, `non_finite` and `sketched`; None where there is no number.
     """
-    columns = ("equal", "rel_l2", "max_abs", "cosine", "ulp", "non_finite", "sketched")
-    rows = site_rows(pair, name, columns)
+    rows = site_rows(pair, name, _MEASURES)
     out = []
     for site in rows.sites:
-        for _, got in rows.cells(site, position, position + 1, columns):
+        for _, got in rows.cells(site, position, position + 1, _MEASURES):
             floats = {
                 c: None if np.isnan(got[c][0]) else float_text(got[c][0])
                 for c in ("rel_l2", "max_abs", "cosine")
@@ -167,3 +174,33 @@ def token_layers(pair: Pair, name: str, position: int) -> dict[str, Any]:
             flags = {"equal": bool(got["equal"][0]), "sketched": bool(got["sketched"])}
             out.append({"site": site, **floats, **counts, **flags})
     return {"position": position, "rows": out}
+
+
+def site_values(pair: Pair, name: str, start: int, end: int) -> bytes:
+    """Every measure of every site in positions [start, end), with all its digits.
+
+    Returns:
+        Safetensors bytes, all [sites, positions]: `rel_l2`, `max_abs`, `cosine` float32 (NaN:
+        none), `ulp` and `non_finite` int64 (-1: none), `flags` uint8 (bits named by the metadata
+        `flags`). The metadata has `sites`, a JSON list.
+
+    Raises:
+        Problem: 413, more than `MAX_CELLS` cells.
+    """
+    rows = site_rows(pair, name, _MEASURES)
+    shape = (len(rows.sites), end - start)
+    if shape[0] * shape[1] > MAX_CELLS:
+        text = f"{shape[0]} sites at {shape[1]} positions; at most {MAX_CELLS} cells at a time"
+        raise Problem(413, "window too large", text, field="end", limit=MAX_CELLS)
+    out: dict[str, np.ndarray] = {
+        **{c: np.full(shape, np.nan, np.float32) for c in ("rel_l2", "max_abs", "cosine")},
+        **{c: np.full(shape, -1, np.int64) for c in ("ulp", "non_finite")},
+        "flags": np.zeros(shape, np.uint8),
+    }
+    for i, site in enumerate(rows.sites):
+        for where, got in rows.cells(site, start, end, _MEASURES):
+            for measure in out.keys() - {"flags"}:
+                out[measure][i, where] = got[measure]
+            out["flags"][i, where] = 1 | got["equal"].astype(np.uint8) << 1 | got["sketched"] << 2
+    metadata = {"sites": json.dumps(rows.sites), "flags": ",".join(FLAGS)}
+    return encode(out, metadata=metadata | {"start": str(start), "end": str(end)})

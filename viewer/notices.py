@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from typing import Any
 
 from rolltape.store.sequences import Tape
+from rolltape.viewer.happenings import detail_words
 from rolltape.viewer.library import Pair
 from rolltape.viewer.weights import alarms
 
@@ -100,19 +100,9 @@ def _event_notices(pair: Pair) -> list[dict[str, Any]]:
     for kind, (level, title) in titles.items():
         count, detail = pair.events.get(kind, (0, None))
         if count:
-            text = f"{_times(count, 'time')}; the first one: {_detail(detail)}"
+            text = f"{_times(count, 'time')}; the first one: {detail_words(detail) or 'no detail'}"
             found.append(_notice(level, title, text))
     return found
-
-
-def _detail(text: str | None) -> str:
-    try:
-        value = json.loads(text or "")
-    except (ValueError, RecursionError):
-        return text or "no detail"
-    if isinstance(value, dict):
-        return ", ".join(f"{k} = {v}" for k, v in value.items())
-    return str(value)
 
 
 def _times(n: int, word: str) -> str:

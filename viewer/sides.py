@@ -1,7 +1,8 @@
 """Two replays of one tape side by side: what each made of one sequence, and their difference.
 
 Both reports have the same side A, so that the difference of their deltas is that of the two
-replays' logprobs.
+replays' logprobs. `a` and `b` are the two replays here, in words R1 and R2: elsewhere A is the tape
+and B a replay.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Sides:
         in_b: whether the second one has.
         state_a: uint8 [n], index into `rolltape.viewer.columns.STATES`.
         state_b: likewise.
-        delta_a: float32 [n], replay A minus the tape.
-        delta_b: float32 [n], replay B minus the tape.
-        difference: float32 [n], delta of A minus delta of B, where both were compared.
+        delta_a: float32 [n], the first replay minus the tape.
+        delta_b: float32 [n], the second replay minus the tape.
+        difference: float32 [n], `delta_a` minus `delta_b`, where both were compared.
         equal: bool [n], both replays have the same 32 bits.
     """
 
@@ -277,8 +278,13 @@ def _unmatched(
     if states.any():
         at = np.flatnonzero(states)
         pairs = sorted({(STATES[sides.state_a[p]], STATES[sides.state_b[p]]) for p in at[:4096]})
-        names = [f"{x} in A, {y} in B" for x, y in pairs]
+        names = [f"{_state_words(x)} in R1, {_state_words(y)} in R2" for x, y in pairs]
         found.append(
             {"what": f"{len(at):,} positions", "only": None, "names": names, "tok": int(at[0])}
         )
     return found
+
+
+def _state_words(name: str) -> str:
+    words = {"missing_a": "missing in the tape", "missing_b": "missing"}
+    return words.get(name, name.replace("_", " "))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.e2e.accessibility import overflow, problems
 from tests.e2e.conftest import Served
@@ -49,6 +50,26 @@ def test_at_twice_the_size_nothing_is_cut_off(
     assert overflow(page) == []
 
 
+def test_a_table_that_scrolls_says_so_and_is_scrolled_by_keyboard(
+    tab_of: Callable[..., Tab], served: Served
+) -> None:
+    tab = tab_of(served, forced_colors="active")
+    tab.page.set_viewport_size({"width": 420, "height": 900})
+    page = tab.open(f"#/run/{tab.run}")
+    table = page.get_by_role("region", name="Drift")
+    before, after = (table.locator(f"xpath=../span[{n}]") for n in (1, 2))
+    expect(after).to_be_visible()
+    expect(before).to_be_hidden()
+    table.focus()
+    expect(table).to_be_focused()
+    for _ in range(60):
+        page.keyboard.press("ArrowRight")
+    expect(after).to_be_hidden()
+    expect(before).to_be_visible()
+    tab.page.set_viewport_size({"width": 1280, "height": 900})
+    expect(page.get_by_role("region", name="Drift")).to_have_count(0)  # it has room
+
+
 def test_the_rules_find_what_is_wrong(tab: Tab) -> None:
     page = tab.open()
     wrong: list[Any] = [
@@ -59,6 +80,9 @@ def test_the_rules_find_what_is_wrong(tab: Tab) -> None:
         ("h1 on the page", "<h1>another</h1>"),
         ("table without headers", "<table><tr><td>1</td></tr></table>"),
         ("cannot be reached", "<canvas aria-label=x></canvas>"),
+        ("scrolls and cannot be reached", f"<div class=scroll>{'x' * 3000}</div>"),
+        ("scrolls without a name", f"<div class=scroll tabindex=0>{'x' * 3000}</div>"),
+        ("scrolls sideways without a sign", f"<div class=scroll>{'x' * 3000}</div>"),
     ]
     for rule, markup in wrong:
         page.evaluate(

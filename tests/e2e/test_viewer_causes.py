@@ -190,8 +190,8 @@ def test_two_strips_have_one_cursor(page_of: Any, replays: Scene) -> None:
     page.locator("#ta-71").click()
     expect(page.locator("#ta-71")).to_have_attribute("aria-selected", "true")
     expect(page.locator("#tb-71")).to_have_attribute("aria-selected", "true")
-    expect(page.locator("#readout")).to_contain_text("A: \u0394 +1.29 nat")
-    expect(page.locator("#readout")).to_contain_text("A \u2212 B +0.903 nat")
+    expect(page.locator("#readout")).to_contain_text("R1: \u0394 +1.29 nat")
+    expect(page.locator("#readout")).to_contain_text("R1 \u2212 R2 +0.903 nat")
     page.keyboard.press("j")
     expect(page.locator("#tb-72")).to_have_attribute("aria-selected", "true")
     assert tab.param("tok") == "72"
@@ -216,7 +216,7 @@ def test_x_blinks_in_place(page_of: Any, replays: Scene) -> None:
     assert page.locator("#strip-b").evaluate("element => element.scrollTop") == top
     page.keyboard.press("x")
     assert page.evaluate(colour.format("ta-100")) == before
-    page.get_by_role("radio", name="A \u2212 B").check()
+    page.get_by_role("radio", name="R1 \u2212 R2").check()
     expect(page.locator("#strip-diff")).to_be_visible()
     assert tab.param("show") == "diff"
 
@@ -230,7 +230,7 @@ def test_the_first_difference_and_the_next_ones(page_of: Any, replays: Scene) ->
     expect(page.locator(f"#tdiff-{first}")).to_have_attribute("aria-selected", "true")
     page.keyboard.press("Escape")
     page.keyboard.press("n")
-    expect(page.locator("#status")).to_contain_text("A \u2212 B over 0.1 nat")
+    expect(page.locator("#status")).to_contain_text("R1 \u2212 R2 over 0.1 nat")
     expect(page).to_have_url(re.compile("tok="))
     over = int(tab.param("tok") or 0)
     page.keyboard.press("N")
@@ -261,13 +261,13 @@ def test_another_report_is_chosen_and_both_are_swapped(page_of: Any, replays: Sc
     page.get_by_role("link", name="Swap").click()
     expect(page).to_have_url(re.compile(f"[?&]a={found['head-report']}"))
     page.locator("#pick-b").select_option(label="head-report")
-    expect(page.locator("main")).to_contain_text("A and B are the same report")
+    expect(page.locator("main")).to_contain_text("R1 and R2 are the same report")
 
 
 def test_a_sequence_that_one_side_lacks(page_of: Any, replays: Scene) -> None:
     page = sides(page_of(), replays.id("0-1.0"))
-    lacks = page.locator(".notice", has_text="B does not have this sequence")
-    expect(lacks).to_contain_text("ids-report did not compare it")
+    lacks = page.locator(".notice", has_text="R2 does not have this sequence")
+    expect(lacks).to_contain_text("Report ids-report did not compare it")
     expect(page.locator("#strip-a .t.compared").first).to_be_attached()
     expect(page.locator("#strip-b .t.compared")).to_have_count(0)
 
@@ -463,13 +463,80 @@ def test_an_exported_folder_shows_the_same_screens(
     expect(page.locator("#cause-routing .badge")).to_contain_text("supported")
     pair = f"a={found['base-report']}&b={found['ids-report']}"
     page = tab.open(f"#/run/{run}/seq/{replays.id('0-0.1')}/sides?{pair}&tok=71")
-    expect(page.locator("#readout")).to_contain_text("A \u2212 B +0.903 nat")
-    assert page.locator("#tabs a").all_inner_texts() == ["Tokens", "Side by side"]
+    expect(page.locator("#readout")).to_contain_text("R1 \u2212 R2 +0.903 nat")
+    tabs = ["Tokens", "Layers", "Routing", "Side by side"]
+    assert page.locator("#tabs a").all_inner_texts() == tabs
     shoot(page, "exported")
     page = tab.open(f"#/run/{run}/seq/{replays.id('0-2.1')}")
     expect(page.locator(".notice")).to_contain_text("Not in this folder")
     page = tab.open("#/basket")
     expect(page.locator("main")).to_contain_text("Nothing is starred")
+    tab.context.close()
+    assert tab.trouble == []
+
+
+def test_layers_routing_timeline_and_weights_of_a_folder_are_those_of_the_viewer(
+    browser: Any, folder: Folder, replays: Scene, viewer: Served
+) -> None:
+    live, tab = Tab(browser, viewer), Tab(browser, viewer)
+    run, rep = tab.run, reports(tab)["base-report"]
+    step = live.context.request.get(f"{viewer.base}api/runs/{run}/timeline").json()
+    lane = step["lanes"][0]["id"]
+    tab.served = folder  # type: ignore[assignment]
+    seq = f"#/run/{run}/seq/{replays.id('0-0.1')}"
+    same = {
+        f"{seq}/layers?tok=71&open=3&rep={rep}": ["#front-line", "#heat-readout", "#front-table"],
+        f"{seq}/layers?tok=70&metric=ulp&thr=1e-5&from=40&to=90&open=all&rep={rep}": [
+            *("#front-line", "#heat-readout", "#heat-clipped")
+        ],
+        f"{seq}/routing?tok=83&layer=3&rep={rep}": [
+            *("#routing-lead", "#routing-readout", "#routing-layers", "#routing-token")
+        ],
+        f"#/run/{run}/timeline?rep={rep}": ["#window-note"],
+        f"#/run/{run}/timeline?rep={rep}&step=51&lane={lane}": ["#readout", "#batch"],
+        f"#/run/{run}/weights?rep={rep}": ["main"],
+        f"#/run/{run}/weights?rep={rep}&version=3": ["main"],
+    }
+    for hash_, parts in same.items():
+        pages = [it.open(hash_) for it in (live, tab)]
+        for part in parts:
+            texts = []
+            for page in pages:
+                expect(page.locator(part).first).to_be_visible()
+                texts.append(page.locator(part).first.inner_text())
+            assert texts[0] == texts[1], (hash_, part)
+    page = tab.open(f"{seq}/layers?tok=71&rep={rep}")
+    page.locator("#token-sites summary").click()
+    expect(page.locator("#token-sites tbody tr").first).to_be_visible()
+    assert live.trouble == tab.trouble == []
+    live.context.close()
+    tab.context.close()
+
+
+def test_what_a_folder_leaves_out_is_said_with_the_command_that_shows_it(
+    browser: Any, folder: Folder, replays: Scene, viewer: Served
+) -> None:
+    tab = Tab(browser, viewer)
+    run = tab.run
+    command = f"rolltape view {replays.a.parent}"
+    tab.served = folder  # type: ignore[assignment]
+    page = tab.open(f"#/run/{run}/seq/{replays.id('0-0.1')}/routing?tok=83&from=10&to=40&eps=0.5")
+    expect(page.locator(".notice.info")).to_contain_text("Windows and eps are fixed")
+    expect(page.locator(".notice.info code")).to_have_text(command)
+    expect(page.locator(".pager")).to_contain_text("positions 0 to 156 of 157")
+    expect(page.locator("#eps")).to_have_count(0)
+    page.keyboard.press("z")
+    expect(page.locator("#status")).to_contain_text("windows are fixed in an exported folder")
+    assert_fine(page, "exported-routing")
+    page = tab.open(f"#/run/{run}/timeline")
+    expect(page.locator(".notice.info code").first).to_have_text(command)
+    expect(page.locator("#save-csv")).to_have_count(0)
+    assert_fine(page, "exported-timeline")
+    files = page.evaluate("fetch('bundle.json').then((b) => b.json()).then((b) => b.files)")
+    engine = next(key.split("/steps/")[1].split("/")[0] for key in files if "/steps/" in key)
+    page = tab.open(f"#/run/{run}/timeline?step=999999&lane={engine}:decode")
+    expect(page.locator("#panel .notice")).to_contain_text("is not in this folder")
+    expect(page.locator("#panel .notice")).to_contain_text(command)
     tab.context.close()
     assert tab.trouble == []
 

@@ -136,6 +136,39 @@ def test_keys_step_through_the_front_measures_and_thresholds(tab: Tab, scene: Sc
     expect(page.locator("#heat-readout")).not_to_contain_text("4000")
 
 
+def test_after_a_choice_the_keys_are_those_of_the_map_again(tab: Tab, scene: Scene) -> None:
+    page = layers(tab, scene, "0-0.1", "?tok=70&layer=2")
+    metric, grid = page.locator("#metric"), page.locator("canvas.grid")
+    metric.focus()
+    metric.select_option("ulp")
+    expect(grid).to_be_focused()
+    page.keyboard.press("j")
+    expect(page).to_have_url(re.compile("tok=71"))
+    # by keyboard a list is walked to its end before it is left
+    metric.focus()
+    for chosen in ("equal", "non_finite"):
+        page.keyboard.press("ArrowDown")
+        expect(metric).to_have_value(chosen)
+        page.wait_for_load_state("networkidle")
+        expect(metric).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(grid).to_be_focused()
+    assert tab.param("tok") == "71"
+    page.keyboard.press("j")
+    expect(page).to_have_url(re.compile("tok=72"))
+
+
+def test_after_a_choice_the_keys_are_those_of_the_strip_again(tab: Tab, scene: Scene) -> None:
+    page = tab.sequence(scene.id("0-0.1"), "?tok=70")
+    page.locator("#stat").focus()
+    page.locator("#stat").select_option("ratio")
+    page.keyboard.press("j")
+    assert tab.pinned() == "t71"
+    page.get_by_role("radio", name="1e-2").check()
+    page.keyboard.press("j")
+    assert tab.pinned() == "t72"
+
+
 def test_layers_open_into_their_sites(tab: Tab, scene: Scene) -> None:
     page = layers(tab, scene, "0-0.1", "?tok=71&layer=3")
     height = page.locator("canvas.grid").evaluate("c => c.clientHeight")
@@ -233,6 +266,17 @@ def test_a_position_outside_the_sequence_is_said(tab: Tab, scene: Scene) -> None
     expect(page.locator(".notice.warn")).to_contain_text("There is no position 99,999")
     page = routing(tab, scene, "0-0.1", "?tok=99999")
     expect(page.locator(".notice.warn")).to_contain_text("There is no position 99,999")
+
+
+@pytest.mark.parametrize("screen", [layers, routing])
+def test_a_layer_that_the_model_does_not_have_is_said(
+    tab: Tab, scene: Scene, screen: Callable[..., Page]
+) -> None:
+    page = screen(tab, scene, "0-0.1", "?tok=71&layer=99")
+    expect(page.locator(".notice.warn")).to_contain_text("There is no layer 99")
+    page.locator("canvas.grid").focus()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator(".notice.warn")).to_have_count(0)
 
 
 # ---- routing ------------------------------------------------------------------------------

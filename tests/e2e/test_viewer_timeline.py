@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -130,6 +131,28 @@ def test_zoom_pan_and_fit_change_the_window_and_not_the_history(
     assert view(tab) == [0, 90]
     page.keyboard.press("f")
     assert tab.param("t0") is None
+
+
+@pytest.mark.parametrize(("key", "step"), [(".", 3), (",", 6)])
+def test_after_panning_walking_goes_on_with_what_is_in_view(
+    scheduled: Served, tab_of: Tabs, key: str, step: int
+) -> None:
+    tab = tab_of(scheduled)
+    page = timeline(tab, f"?t0={START}&t1={START + 56 * MS}")
+    page.keyboard.press(".")
+    page.keyboard.press(".")
+    assert tab.param("step") == "1"
+    box = page.locator("canvas.tlmap").bounding_box()
+    assert box is not None
+    page.mouse.click(box["x"] + box["width"] - 2, box["y"] + box["height"] / 2)  # the last 56 ms
+    page.wait_for_load_state("networkidle")
+    before = [tab.param(name) for name in ("t0", "t1")]
+    page.keyboard.press(key)
+    expect(page).to_have_url(re.compile(rf"step={step}(&|$)"))
+    assert (tab.param("lane") or "").startswith(ONE)
+    assert [tab.param(name) for name in ("t0", "t1")] == before  # it was in view
+    page.keyboard.press(",")
+    expect(page).to_have_url(re.compile(rf"step={step - 1}(&|$)"))
 
 
 def test_dragging_zooms_and_the_wheel_needs_ctrl(scheduled: Served, tab_of: Tabs) -> None:
@@ -287,7 +310,7 @@ def test_a_report_without_its_tape_has_no_timeline(
     tab = tab_of(serve(schedule.report))
     for screen in ("timeline", "weights"):
         page = tab.open(f"#/run/{tab.run}/{screen}")
-        expect(page.locator(".notice.error")).to_contain_text("start the viewer with it as well")
+        expect(page.locator(".notice.error")).to_contain_text("opens both")
     tab.trouble = [t for t in tab.trouble if "404" not in t]
 
 

@@ -55,7 +55,7 @@ def test_from_the_verdict_to_the_cause(tab: Tab) -> None:
 
     # 5. the experiment that was made: the recorded experts forced
     page.locator("#rail .here > a").click()
-    page.get_by_role("link", name="Causes", exact=True).click()
+    page.locator("#tabs").get_by_role("link", name="Causes", exact=True).click()
     cause = page.locator("details, section").filter(has_text="Routing flip").first
     expect(cause).to_contain_text("supported")
     expect(cause).to_contain_text("of the gap goes")

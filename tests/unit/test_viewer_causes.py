@@ -109,7 +109,12 @@ def test_the_share_that_goes_is_that_of_the_arrays(board: Any) -> None:
     assert n["low"] < n["share"] < n["high"]
     assert found["state"] == "supported"
     assert row(answer, "routing")["state"] == "supported"
-    assert f"{100 * n['share']:.3g} % of the gap goes" in row(answer, "routing")["why"]
+    why = row(answer, "routing")["why"]
+    assert f"{100 * n['share']:.3g} % of the gap goes" in why
+    # the measure is named, and what goes of k3 is another number
+    assert (
+        f"in {answer['measure']}; of k3 {100 * (1 - n['k3_after'] / n['k3_before']):.3g} %" in why
+    )
 
 
 def test_a_switch_that_changes_next_to_nothing_is_refuted(board: Any) -> None:

@@ -61,7 +61,28 @@ def test_a_gap_that_grows_refutes_nothing(tmp_path: Path) -> None:
     add_replay(scene, "ids", scaled(cases, 2.0), switches={**ROUTED, "routing": "ids"})
     found = row(causes(tmp_path), "routing")
     assert found["state"] == "inconclusive"
-    assert "the gap grows by 100 %" in found["why"]
+    assert (
+        "the gap grows by 100 % (95 %: 100 % to 100 %) in sum |\N{GREEK CAPITAL LETTER DELTA}|"
+        in found["why"]
+    )
+    assert "none of it goes" in found["why"]
+
+
+def test_growth_and_its_interval_are_the_same_quantity(tmp_path: Path) -> None:
+    cases = many_cases()
+    scene = build(tmp_path, cases=cases)
+    add_replay(scene, "base", cases, switches=ROUTED)
+    factors = np.linspace(1.1, 1.6, len(cases))
+    grown = [scaled([case], float(f))[0] for case, f in zip(cases, factors, strict=True)]
+    add_replay(scene, "ids", grown, switches={**ROUTED, "routing": "ids"})
+    effect = effect_of(causes(tmp_path), "routing", "base-report", "ids-report")
+    n = effect["numbers"]
+    growth, low, high = (-n[name] for name in ("share", "high", "low"))
+    assert 0 < low < growth < high
+    said = f"grows by {100 * growth:.3g} % (95 %: {100 * low:.3g} % to {100 * high:.3g} %)"
+    assert said in effect["why"]
+    k3 = n["k3_after"] / n["k3_before"] - 1
+    assert f"k3 grows by {100 * k3:.3g} %" in effect["why"]
 
 
 @pytest.mark.parametrize("closed", [("base",), ("base", "ids")])

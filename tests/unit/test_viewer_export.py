@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="the viewer extra is not installed")
@@ -17,13 +19,17 @@ from click.testing import CliRunner
 from rolltape.store import TapeWriter, UsageError, create_tape
 from rolltape.store import open as open_tape
 from rolltape.store.errors import TapeExistsError
+from rolltape.viewer import export as viewer_export
 from rolltape.viewer.answers import Problem
+from rolltape.viewer.bundle import key_of
 from rolltape.viewer.causes import Board
 from rolltape.viewer.cli import view
-from rolltape.viewer.export import _key, export, windows
+from rolltape.viewer.export import ROUTING, THRESHOLDS, export, windows
+from rolltape.viewer.heat import METRICS
 from rolltape.viewer.library import LOOK_EVERY, Library
+from tests.e2e import schedule_data
 from tests.e2e.test_viewer_js import _node
-from tests.e2e.viewer_client import Api
+from tests.e2e.viewer_client import Api, decode
 from tests.e2e.viewer_data import Scene, add_replay, build, make_cases
 
 JS = Path(__file__).resolve().parents[2] / "viewer" / "static" / "js"
@@ -55,9 +61,20 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scene, Path, dict[
     return scene, out, done
 
 
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scene, Path, Api]:
+    """Sequences with layers, one of them longer than a tile and a window."""
+    cases = [c for c in make_cases(long=2100) if c.name in ("0-0.1", "0-1.0", "0-2.1")]
+    scene = build(tmp_path_factory.mktemp("long"), cases=cases)
+    out = tmp_path_factory.mktemp("out") / "bundle"
+    paths = [scene.a, scene.b, scene.report]
+    export(paths, out, [case.name for case in cases])
+    return scene, out, Api(*paths)
+
+
 def saved(out: Path, path: str, **params: Any) -> Any:
     manifest = json.loads((out / "bundle.json").read_text())
-    data = (out / manifest["files"][_key(path, params)]).read_bytes()
+    data = (out / manifest["files"][key_of(path, params)]).read_bytes()
     return data if data[:1] != b"{" and data[:1] != b"[" else json.loads(data)
 
 
@@ -124,6 +141,192 @@ def test_the_page_carries_its_own_policy_and_no_other_address(bundle: Any) -> No
     assert (out / "static" / "js" / "main.js").is_file()
 
 
+def test_constants_are_those_of_the_page() -> None:
+    script = """
+        const { METRICS, THRESHOLDS } = await import(process.argv[1]);
+        const { WINDOW } = await import(process.argv[2]);
+        console.log(JSON.stringify([THRESHOLDS, METRICS.map((m) => m.id), WINDOW]));
+    """
+    found = node(script, str(JS / "heat_math.js"), str(JS / "routing_math.js"))
+    assert found == [["floor", *THRESHOLDS], list(METRICS), ROUTING]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"start": 0, "end": 157, "bins": 157, "sites": "*"},
+        {"start": 3, "end": 150, "bins": 20, "sites": "layers.*.out,layers.3.*,embed"},
+        {"start": 1000, "end": 2100, "bins": 77, "sites": "layers.*.out"},
+        {"start": 1020, "end": 1030, "bins": None, "sites": "logits"},
+    ],
+)
+def test_the_page_makes_the_same_map_of_layers_from_the_tiles(
+    long: Any, asked: dict[str, Any]
+) -> None:
+    scene, out, api = long
+    seq = scene.id("0-0.1" if asked["end"] < 1000 else "0-2.1")
+    place = f"api/runs/{api.run}/seqs/{seq}"
+    manifest = json.loads((out / "bundle.json").read_text())
+    tile, n = manifest["tile"], manifest["lengths"][api.run][seq]
+    low = asked["start"] - asked["start"] % tile
+    script = """
+        import { readFileSync } from 'node:fs';
+        const [data, format, asked, ...files] = process.argv.slice(1);
+        const { binned } = await import(data);
+        const { decode, encode } = await import(format);
+        const read = (file) => { const b = readFileSync(file); return decode(b.buffer.slice(b.byteOffset, b.byteOffset + b.length)); };
+        const made = binned(files.map(read), JSON.parse(asked));
+        const again = decode(await encode(made.arrays, made.metadata).arrayBuffer());
+        const { codes, starts, scale } = again.arrays;
+        console.log(JSON.stringify({ codes: [...codes], starts: [...starts], rows: JSON.parse(again.metadata.rows), high: scale[255] }));
+    """  # noqa: E501
+    for metric in METRICS:
+        files = []
+        for start in range(low, asked["end"], tile):
+            params = {"metric": metric, "start": start, "end": min(start + tile, n), "sites": "*"}
+            files.append(str(out / manifest["files"][key_of(f"{place}/heat", params)]))
+        names = [str(JS / name) for name in ("folder_data.js", "safetensors.js")]
+        found = node(script, *names, json.dumps(asked), *files)
+        given = {k: v for k, v in asked.items() if v is not None}
+        want, metadata = decode(api.raw(f"/{place}/heat", metric=metric, **given).content)
+        assert found["codes"] == want["codes"].ravel().tolist()
+        assert found["starts"] == want["starts"].tolist()
+        assert found["rows"] == json.loads(metadata["rows"])
+        assert found["high"] == want["scale"][255]
+
+
+def test_the_page_reads_the_same_numbers_of_a_token_from_the_tiles(long: Any) -> None:
+    scene, out, api = long
+    manifest = json.loads((out / "bundle.json").read_text())
+    script = """
+        import { readFileSync } from 'node:fs';
+        const [data, format, file, position] = process.argv.slice(1);
+        const { siteRows } = await import(data);
+        const { decode } = await import(format);
+        const b = readFileSync(file);
+        console.log(JSON.stringify(siteRows(decode(b.buffer.slice(b.byteOffset, b.byteOffset + b.length)), Number(position))));
+    """  # noqa: E501
+    for name, position in (("0-0.1", 71), ("0-0.1", 5), ("0-1.0", 45), ("0-2.1", 1500)):
+        place = f"api/runs/{api.run}/seqs/{scene.id(name)}"
+        start = position - position % manifest["tile"]
+        end = min(start + manifest["tile"], manifest["lengths"][api.run][scene.id(name)])
+        key = key_of(f"{place}/site-values", {"start": start, "end": end})
+        names = [str(JS / x) for x in ("folder_data.js", "safetensors.js")]
+        found = node(script, *names, str(out / manifest["files"][key]), str(position))
+        want = api.get(f"/{place}/layers/{position}")
+        assert [r["site"] for r in found["rows"]] == [r["site"] for r in want["rows"]]
+        for mine, theirs in zip(found["rows"], want["rows"], strict=True):
+            for flag in ("equal", "sketched"):
+                assert mine[flag] == theirs[flag]
+            for count in ("ulp", "non_finite"):
+                assert mine[count] == (None if theirs[count] is None else str(theirs[count]))
+            for value in ("rel_l2", "max_abs", "cosine"):
+                x, y = mine[value], theirs[value]
+                assert (x is None) == (y is None)
+                assert x is None or np.float32(x) == np.float32(y)
+
+
+def test_routing_is_there_in_windows_side_by_side(long: Any) -> None:
+    scene, out, api = long
+    path = f"api/runs/{api.run}/seqs/{scene.id('0-2.1')}/routing"
+    n = json.loads((out / "bundle.json").read_text())["lengths"][api.run][scene.id("0-2.1")]
+    assert n > ROUTING
+    for start, end in windows(n, ROUTING):
+        want = api.raw(f"/{path}", start=start, end=end).content
+        assert saved(out, path, start=start, end=end) == want
+        one = {"start": start, "end": end, "bins": 1, "layers": 3}
+        arrays, _ = decode(saved(out, path, **one))
+        assert arrays["load"].sum() > 0
+    assert saved(out, f"{path}/64")["71"] == api.get(f"/{path}/71")
+
+
+def test_sizes_by_screen_add_up(long: Any, bundle: Any) -> None:
+    _, _, done = bundle
+    assert sum(done["sizes"].values()) == done["bytes"]
+    assert {"tokens", "layers", "routing", "timeline", "weights"} <= set(done["sizes"])
+
+
+# ---- schedule and weights -----------------------------------------------------------------
+
+
+def test_a_short_schedule_is_whole_and_the_steps_of_the_sequences_open(tmp_path: Path) -> None:
+    scene = schedule_data.build(tmp_path / "s")
+    api = Api(scene.a, scene.b, scene.report)
+    export([scene.a, scene.b, scene.report], tmp_path / "out", ["0.0"])
+    at = f"api/runs/{api.run}"
+    out = tmp_path / "out"
+    assert saved(out, f"{at}/timeline") == api.get(f"/{at}/timeline", max_spans=5000)
+    steps = saved(out, f"{at}/steps/{schedule_data.ONE}/0")
+    assert set(steps) >= {"2", "4"}
+    assert "6" not in steps  # of another sequence
+    assert steps["2"] == api.get(f"/{at}/steps/{schedule_data.ONE}/2")
+    kernels = saved(out, f"{at}/tactics")
+    assert kernels["rows"] == api.get(f"/{at}/tactics")["rows"]
+    assert saved(out, f"{at}/weights") == api.get(f"/{at}/weights")
+    (part,) = saved(out, f"{at}/weights/versions")
+    assert part["digests"]["versions"] == [0, 1]
+
+
+def test_of_a_long_schedule_there_are_the_windows_of_the_sequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(viewer_export, "_SPANS", 5)
+    monkeypatch.setattr(viewer_export, "_MOST_SPANS", 4)
+    scene = schedule_data.build(tmp_path / "s")
+    api = Api(scene.a, scene.b, scene.report)
+    out = tmp_path / "out"
+    export([scene.a, scene.b, scene.report], out, ["0.0"])
+    manifest = json.loads((out / "bundle.json").read_text())
+    at = f"api/runs/{api.run}"
+    assert saved(out, f"{at}/timeline")["spans"] is None
+    found = manifest["timeline"][api.run]
+    assert found
+    drawn = set()
+    for t0, t1 in found:
+        part = saved(out, f"{at}/timeline", t0=t0, t1=t1)
+        assert part["spans"] is not None
+        drawn |= set(part["spans"]["step"])
+    assert drawn >= {2, 4, 5}
+    # the page takes the window that holds what it asks for, and else the bins of the whole
+    script = """
+        const { windowOf } = await import(process.argv[1]);
+        const windows = JSON.parse(process.argv[2]);
+        const [t0, t1] = windows[0];
+        const asked = [[t0, t1], ['0', t1], []];
+        console.log(JSON.stringify(asked.map((window) => windowOf(windows, ...window))));
+    """
+    answer = node(script, str(JS / "folder_data.js"), json.dumps(found))
+    assert answer == [found[0], None, None]
+
+
+def test_a_report_without_its_tape_keeps_what_the_interface_says(tmp_path: Path) -> None:
+    scene = build(tmp_path / "s", cases=make_cases()[:2])
+    out = tmp_path / "out"
+    export([scene.report], out, ["0-0.1"])
+    manifest = json.loads((out / "bundle.json").read_text())
+    refusals = [name for name in manifest["files"].values() if name.endswith(".problem.json")]
+    assert refusals
+    assert "only its report is open" in (out / refusals[0]).read_text()
+
+
+def test_kernel_choices_are_filtered_by_the_rule_of_the_interface(tmp_path: Path) -> None:
+    scene = schedule_data.build(tmp_path / "s")
+    api = Api(scene.a, scene.b, scene.report)
+    whole = api.get(api.at("tactics"))
+    script = """
+        const { chosen } = await import(process.argv[1]);
+        const [whole, queries] = process.argv.slice(2).map((text) => JSON.parse(text));
+        console.log(JSON.stringify(queries.map((q) => chosen(whole, { q }))));
+    """
+    queries = ["differs", "fused_moe cached", "CUTLASS", "nothing of it", ""]
+    for query, found in zip(
+        queries,
+        node(script, str(JS / "folder_data.js"), json.dumps(whole), json.dumps(queries)),
+        strict=True,
+    ):
+        assert found == api.get(api.at("tactics"), q=query), query
+
+
 def test_keys_are_made_the_same_way_on_both_sides() -> None:
     cases = [
         ["api/runs", {}],
@@ -137,7 +340,7 @@ def test_keys_are_made_the_same_way_on_both_sides() -> None:
         console.log(JSON.stringify(JSON.parse(process.argv[2]).map(([p, q]) => keyOf(p, q))));
     """
     found = node(script, str(JS / "static_api.js"), json.dumps(cases))
-    assert found == [_key(path, params) for path, params in cases]
+    assert found == [key_of(path, params) for path, params in cases]
 
 
 def test_lists_are_sorted_and_filtered_without_a_server() -> None:
@@ -156,7 +359,7 @@ def test_lists_are_sorted_and_filtered_without_a_server() -> None:
         const found = asked.map((query) => listed(rows, query));
         console.log(JSON.stringify(found.map((some) => some && some.map((row) => row.id))));
     """
-    found = node(script, str(JS / "static_api.js"), json.dumps(rows))
+    found = node(script, str(JS / "folder_data.js"), json.dumps(rows))
     assert found == [
         ["e.0", "e.1", "e.2"],
         ["e.2", "e.0", "e.1"],
@@ -191,6 +394,7 @@ def test_the_command_says_how_to_open_the_folder(small: Scene, tmp_path: Path) -
     assert done.exception is None, done.output
     assert f"python -m http.server -d {out}" in done.output
     assert "1 sequences" in done.output
+    assert re.search(r"MB by screen: .*tokens \d+\.\d, .*weights", done.output)
 
 
 # ---- links --------------------------------------------------------------------------------

@@ -148,13 +148,19 @@ def test_rows_are_chosen_by_patterns_and_stay_in_the_order_in_which_they_run(
     api: Api, scene: Scene
 ) -> None:
     seq = scene.id("0-0.1")
-    _, metadata = tile(api, seq, sites="logits,layers.3.*, layers.*.out ,embed,nothing")
+    _, metadata = tile(api, seq, sites="logits,layers.3.*, layers.*.out ,embed")
     want = [s for s in SITES if s in ("embed", "logits") or s[:8] == "layers.3" or s[-3:] == "out"]
     assert json.loads(metadata["rows"]) == want
     arrays, _ = tile(api, seq)
     assert len(arrays["codes"]) == 6
-    arrays, metadata = tile(api, seq, sites="nothing")
-    assert arrays["codes"].shape == (0, 157)
+
+
+@pytest.mark.parametrize("sites", ["layers.99.out", "embed,layers.99.*", "*.gone", ""])
+def test_sites_that_the_sequence_does_not_have_are_said(api: Api, scene: Scene, sites: str) -> None:
+    path = api.at("seqs", scene.id("0-0.1"), "heat")
+    problem = api.fails(400, path, sites=sites)
+    assert problem["field"] == "sites"
+    assert f"{SITES[0]} to {SITES[-1]}" in problem["detail"]
 
 
 def test_the_scale_is_the_same_in_every_window(api: Api, scene: Scene) -> None:

@@ -19,8 +19,9 @@ from rolltape.viewer.endpoints.parameters import (
     checked_window,
 )
 from rolltape.viewer.front import front
-from rolltape.viewer.heat import MAX_BINS, extent, heat
-from rolltape.viewer.layers import layers, token_layers
+from rolltape.viewer.heat import MAX_BINS, USUAL, extent, heat
+from rolltape.viewer.layers import layers, site_values, token_layers
+from rolltape.viewer.library import Pair
 from rolltape.viewer.routing import routing, token_routes
 from rolltape.viewer.routing_states import routes_info
 from rolltape.viewer.views import Views
@@ -30,9 +31,14 @@ _Bins = Annotated[int | None, Query(ge=1, le=MAX_BINS)]
 
 
 def router(views: Views) -> APIRouter:
-    """What is under `runs/{run}/seqs/{seq}`: `layers`, `heat`, `front`, `routes`, `routing`."""
+    """Under `runs/{run}/seqs/{seq}`: `layers`, `site-values`, `heat`, `front` and routes."""
     api = APIRouter(prefix="/runs/{run}/seqs/{seq}")
     lock = views.library.lock
+
+    def found(run: str, seq: str, rep: str | None) -> tuple[Pair, int]:
+        """The run with its report, and how many positions the sequence has."""
+        pair = views.pair(run, rep)
+        return pair, extent(pair, checked("seq", seq))[0]
 
     @api.get("/layers")
     def layers_of(request: Request, run: str, seq: str, rep: ReportId = None) -> Response:
@@ -44,10 +50,25 @@ def router(views: Views) -> APIRouter:
         request: Request, run: str, seq: str, position: int, rep: ReportId = None
     ) -> Response:
         with lock:
-            pair = views.pair(run, rep)
-            n, _ = extent(pair, checked("seq", seq))
+            pair, n = found(run, seq, rep)
             check_position(position, n)
             return json_answer(request, token_layers(pair, seq, position))
+
+    @api.get("/site-values", responses=ARRAYS)
+    def values_of(
+        request: Request,
+        run: str,
+        seq: str,
+        start: int = 0,
+        end: int | None = None,
+        rep: ReportId = None,
+    ) -> Response:
+        with lock:
+            pair, n = found(run, seq, rep)
+            begin, stop = checked_window(n, start, end)
+            check_size(begin, stop)
+            body = site_values(pair, seq, begin, stop)
+        return tagged(request, body, _SAFETENSORS)
 
     @api.get("/heat", responses=ARRAYS)
     def heat_of(
@@ -57,14 +78,13 @@ def router(views: Views) -> APIRouter:
         metric: Literal["rel_l2", "max_abs", "cosine", "ulp", "equal", "non_finite"] = "rel_l2",
         start: int = 0,
         end: int | None = None,
-        sites: Annotated[str, Query(max_length=16384)] = "layers.*.out",
+        sites: Annotated[str, Query(max_length=16384)] = USUAL,
         bins: _Bins = None,
         dtype: Literal["u8", "f32"] = "u8",
         rep: ReportId = None,
     ) -> Response:
         with lock:
-            pair = views.pair(run, rep)
-            n, _ = extent(pair, checked("seq", seq))
+            pair, n = found(run, seq, rep)
             begin, stop = checked_window(n, start, end)
             body = heat(
                 pair,
@@ -88,8 +108,7 @@ def router(views: Views) -> APIRouter:
     ) -> Response:
         _check_amount("threshold", threshold)
         with lock:
-            pair = views.pair(run, rep)
-            n, _ = extent(pair, checked("seq", seq))
+            pair, n = found(run, seq, rep)
             body = front(pair, seq, n, threshold=threshold)
         return tagged(request, body, _SAFETENSORS)
 
@@ -113,8 +132,7 @@ def router(views: Views) -> APIRouter:
         _check_amount("eps", eps)
         wanted = _numbers("layers", layers)
         with lock:
-            pair = views.pair(run, rep)
-            n, _ = extent(pair, checked("seq", seq))
+            pair, n = found(run, seq, rep)
             begin, stop = checked_window(
                 n, start, min(n, start + MAX_WINDOW) if end is None else end
             )
@@ -127,8 +145,7 @@ def router(views: Views) -> APIRouter:
         request: Request, run: str, seq: str, position: int, rep: ReportId = None
     ) -> Response:
         with lock:
-            pair = views.pair(run, rep)
-            n, _ = extent(pair, checked("seq", seq))
+            pair, n = found(run, seq, rep)
             check_position(position, n)
             return json_answer(request, token_routes(pair, seq, position))
 

@@ -37,6 +37,16 @@ problems: () => {
       }
     }
   }
+  const reach = 'a[href], button, input, select, textarea, summary, [tabindex="0"]';
+  for (const e of all('body *')) {
+    const style = getComputedStyle(e);
+    const over = (axis, room, all_) => ['auto', 'scroll'].includes(style[axis]) && all_ > room + 1;
+    if (!over('overflowX', e.clientWidth, e.scrollWidth) && !over('overflowY', e.clientHeight, e.scrollHeight)) continue;
+    if (!seen(e) || e.matches('textarea, dialog')) continue;
+    if (e.tabIndex < 0 && !e.querySelector(reach)) report('scrolls and cannot be reached by keyboard', e);
+    if (e.hasAttribute('tabindex') && !e.getAttribute('aria-label') && !e.getAttribute('aria-labelledby')) report('scrolls without a name', e);
+    if (over('overflowX', e.clientWidth, e.scrollWidth) && !e.parentNode.querySelector(':scope > .edge')) report('scrolls sideways without a sign', e);
+  }
   const ids = all('[id]').map((e) => e.id);
   for (const id of new Set(ids.filter((id, i) => ids.indexOf(id) !== i))) found.push(`id twice: ${id}`);
   const heads = all('h1, h2, h3, h4').filter(seen);

@@ -26,6 +26,24 @@ test('a g from long ago is forgotten', () => {
   assert.equal(read(press('5')), '5');
 });
 
+const field = (more) => {
+  const made = { closest: () => made, ...more };
+  return made;
+};
+
+test('keys belong to what text is typed into, and those that move something to it', () => {
+  const read = reader(() => 0);
+  const at = (key, target) => read(press(key, { target }));
+  const scrolls = field({ classList: { contains: (name) => name === 'scroll' } });
+  assert.equal(at('ArrowRight', { closest: () => scrolls }), 'ArrowRight'); // a link within
+  assert.equal(at('j', field({ type: 'text' })), null);
+  assert.equal(at('j', field({ type: 'select-one' })), null);
+  assert.equal(at('j', field({ type: 'radio' })), 'j');
+  assert.equal(at('ArrowRight', field({ type: 'radio' })), null);
+  assert.equal(at('ArrowRight', scrolls), null);
+  assert.equal(at('j', scrolls), 'j');
+});
+
 test('keys with a modifier belong to the browser', () => {
   const read = reader(() => 0);
   assert.equal(read(press('c', { ctrlKey: true })), null);

@@ -1,6 +1,6 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
-import { clamp, describe, describeBin, engineName, hit, ns, pan, place, spanAt, tickText, ticks, toAbsolute, toOffset, zoom } from '../../../viewer/static/js/lanes.js';
+import { clamp, describe, describeBin, engineName, entry, hit, inside, ns, pan, place, spanAt, tickText, ticks, toAbsolute, toOffset, zoom } from '../../../viewer/static/js/lanes.js';
 
 const ORIGIN = '1700000000123456789';
 
@@ -106,4 +106,15 @@ test('engines are told apart by as much of the id as it takes', () => {
   const engines = [{ id: 'aaaaaaaabbbb' }, { id: 'cccccccc1' }, { id: 'cccccccc2' }];
   assert.equal(engineName('aaaaaaaabbbb', engines), 'aaaaaaaa');
   assert.equal(engineName('cccccccc1', engines), 'cccccccc1');
+});
+
+test('walking begins with what is in view, else with the nearest in its direction', () => {
+  const spans = { t: [0, 10, 20, 50, 60], duration: [10, 10, 10, 10, null] };
+  const at = (view, back) => entry(spans, view, back);
+  assert.deepEqual([at([5, 25], false), at([5, 25], true)], [1, 2]); // those that begin there
+  assert.deepEqual([at([12, 18], false), at([12, 18], true)], [1, 1]); // within a step
+  assert.deepEqual([at([32, 40], false), at([32, 40], true)], [3, 2]); // within a gap
+  assert.deepEqual([at([70, 80], false), at([70, 80], true)], [-1, 4]);
+  assert.equal(entry(spans, [5, 25], false, (i) => i !== 1), 2);
+  assert.deepEqual([0, 1, 2, 3].map((i) => inside(spans, i, [10, 20])), [false, true, false, false]);
 });

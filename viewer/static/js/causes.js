@@ -6,6 +6,7 @@ import { byId, h, num, put, svg } from './dom.js';
 import { NONE, count, percent, plural, short } from './format.js';
 import { notice, notices } from './notices.js';
 import { current, link, replace } from './route.js';
+import { scroller } from './scroll.js';
 
 const MARK = { supported: '\u25cf', inconclusive: '\u25d0', not_tested: '\u25cb', not_testable: '\u2013', refuted: '\u2715' };
 const SAYS = { for: ['+', 'for'], against: ['\u2212', 'against'], note: ['\u00b7', 'note'] };
@@ -110,8 +111,8 @@ function token(l, state, rep = null) {
 /** Before and after of each controlled pair. */
 function effects(list, data, state) {
   const report = (side) => h('a', { href: link(state, { screen: 'overview', params: { rep: side.rep } }) }, side.name);
-  const heads = ['changed', 'before', 'after', 'sequences', 'tokens', 'mean |\u0394|, nat', 'k3', 'share of the gap', '95 %', 'says'];
-  return h('div', { class: 'scroll' }, h('table', { class: 'data effects' },
+  const heads = ['changed', 'before', 'after', 'sequences', 'tokens', 'mean |\u0394|, nat', 'k3', `goes of ${data.measure}`, '95 %', 'says'];
+  return scroller('Before and after', h('table', { class: 'data effects' },
     h('thead', {}, h('tr', {}, heads.map((t, i) => h('th', { scope: 'col', class: i > 2 && i < 8 ? 'n' : null }, t)))),
     h('tbody', {}, list.map((e) => {
       const n = e.numbers || {};
@@ -121,7 +122,7 @@ function effects(list, data, state) {
         h('td', {}, h('span', { class: 'mono' }, e.after.value), h('br'), report(e.after)),
         num(count(n.sequences)), num(count(n.tokens)),
         num(`${short(n.mean_before)} \u2192 ${short(n.mean_after)}`),
-        num(`${short(n.k3_before)} \u2192 ${short(n.k3_after)}`),
+        num([`${short(n.k3_before)} \u2192 ${short(n.k3_after)}`, n.k3_before > 0 && Number.isFinite(n.k3_after) && e.kind === 'gap' ? [h('br'), h('span', { class: 'hint' }, goes('k3', 1 - n.k3_after / n.k3_before))] : null]),
         num(n.share === undefined ? NONE : `${e.kind === 'size' ? 'at most ' : ''}${signedPercent(n.share)}`),
         h('td', {}, n.low === undefined ? NONE : [whisker(n), `${signedPercent(n.low)} to ${signedPercent(n.high)}`]),
         h('td', {}, data.state_words[e.state])),
@@ -129,16 +130,20 @@ function effects(list, data, state) {
         e.top.length ? ['Most of it: ', e.top.map((t, i) => [i ? ', ' : '', h('a', { href: token(t, state, e.before.rep) }, t.seq)]), '. '] : null,
         e.top.length ? h('a', { href: link(state, { screen: 'sides', seq: e.top[0].seq, params: { a: e.before.rep, b: e.after.rep } }) }, 'The first one side by side') : null,
         n.left_out ? ` ${plural(n.left_out, 'sequence')} left out: other tokens compared.` : null)),
-      e.here ? h('tr', { class: 'sub' }, h('td', { colspan: heads.length }, hereText(e))) : null];
+      e.here ? h('tr', { class: 'sub' }, h('td', { colspan: heads.length }, hereText(e, data))) : null];
     }))));
 }
 
 const sizeText = 'Before: the gap to the trainer; after: what the switch does to the engine itself. ';
 
-function hereText(e) {
+function hereText(e, { measure }) {
   const n = e.here;
   return [h('strong', {}, 'This sequence: '), `mean |\u0394| ${short(n.mean_before)} \u2192 ${short(n.mean_after)}, k3 ${short(n.k3_before)} \u2192 ${short(n.k3_after)} over ${plural(n.tokens, 'token')}`,
-    n.share === undefined ? '' : `, share ${signedPercent(n.share)}`];
+    n.share === undefined ? '' : `, ${e.kind === 'size' ? `at most ${signedPercent(n.share)} of ${measure}` : goes(measure, n.share)}`];
+}
+
+function goes(measure, share) {
+  return share < 0 ? `${measure} grows by ${percent(-share)}` : `${percent(share)} of ${measure} goes`;
 }
 
 function signedPercent(share) {
@@ -182,7 +187,7 @@ export async function causesPanel({ state, signal }) {
   return h('section', { class: 'card causes' }, h('h2', {}, 'Causes'),
     rows.length ? h('ul', { class: 'causelist' }, rows.map((row) => h('li', {},
       badge(row.state, data), ' ', h('a', { href: link(state, { screen: 'causes', seq: null, params: { cause: row.id } }) }, row.title),
-      row.effects.filter((e) => e.here).map((e) => h('div', {}, h('span', { class: 'mono' }, `${e.switch} ${e.before.value} \u2192 ${e.after.value}: `), hereText(e),
+      row.effects.filter((e) => e.here).map((e) => h('div', {}, h('span', { class: 'mono' }, `${e.switch} ${e.before.value} \u2192 ${e.after.value}: `), hereText(e, data),
         e.kind === 'gap' ? [' ', h('a', { href: link(state, { screen: 'sides', params: { a: e.before.rep, b: e.after.rep } }) }, 'side by side')] : null)),
       row.here.length ? h('ul', { class: 'evidence' }, row.here.map((e) => evidence(e, state))) : null)))
       : h('p', { class: 'hint' }, 'Nothing is known of this sequence alone. ', h('a', { href: link(state, { screen: 'causes', seq: null }) }, 'Causes of the run')),

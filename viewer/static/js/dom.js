@@ -32,6 +32,14 @@ export function put(parent, ...children) {
   parent.replaceChildren(...children.flat(Infinity).filter((c) => c !== null && c !== undefined && c !== false));
 }
 
+/** Like `put`, and what had the focus by its id has it again. */
+export function redraw(parent, ...children) {
+  const { id } = parent.contains(document.activeElement) ? document.activeElement : {};
+  put(parent, ...children);
+  const again = id && document.getElementById(id);
+  if (again) again.focus({ preventScroll: true });
+}
+
 /** A number cell. */
 export function num(text, props = {}) {
   return h('td', { class: 'n', ...props }, text);

@@ -3,6 +3,7 @@
 
 import { h, num, svg } from './dom.js';
 import { NONE, count, percent, short } from './format.js';
+import { scroller } from './scroll.js';
 
 const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [620, 190, 48, 86, 12, 30];
 const SERIES = [
@@ -21,8 +22,8 @@ export function drift({ by_version: versions = [], by_time: times = [] }) {
   if (!rows.length) return null;
   const name = (row) => (byVersion ? (row.version === null ? 'unknown' : String(row.version)) : clock(row.t0_ns, times[0].t0_ns));
   const first = byVersion ? 'weight version' : 'time from the start';
-  const table = h('div', { class: 'scroll' }, h('table', { class: 'data' },
-    h('thead', {}, h('tr', {}, [first, 'tokens', 'mean |\u0394|', 'p99', 'max', 'k3', 'ratio outside 0.8 to 1.2', 'worst ratio'].map((t) => h('th', { scope: 'col', class: 'n' }, t)))),
+  const table = scroller('Drift', h('table', { class: 'data wraphead' },
+    h('thead', {}, h('tr', {}, [first, 'tokens', 'mean |\u2060\u0394|', 'p99', 'max', 'k3', 'ratio outside 0.8 to 1.2', 'worst ratio'].map((t) => h('th', { scope: 'col', class: 'n' }, t)))),
     h('tbody', {}, rows.map((row) => h('tr', {},
       h('th', { scope: 'row', class: 'n' }, name(row), row.label ? h('span', { class: 'hint' }, ` ${row.label}`) : null),
       num(count(row.tokens)), num(short(row.mean_abs)), num(short(row.p99_abs)), num(short(row.max_abs)), num(short(row.k3)),

@@ -1,7 +1,7 @@
 // A map of rows by positions on a canvas: cells of one byte, a cell cursor, zoom by drag.
 
 import { h } from './dom.js';
-import { colour } from './theme.js';
+import { cleared, colour } from './theme.js';
 
 const GUTTER = 132;
 const TICKS = 7; // marks of tokens, above the cells
@@ -34,13 +34,7 @@ export function makeGrid(on) {
     const [tall, width] = [rowHeight(), GUTTER + plot() + 2];
     const rows = view.rows.length;
     const height = TICKS + rows * tall + AXIS;
-    canvas.style.height = `${height}px`;
-    canvas.width = Math.round(width * ratio);
-    canvas.height = Math.round(height * ratio);
-    const pen = canvas.getContext('2d');
-    pen.scale(ratio, ratio);
-    pen.fillStyle = colour('ground');
-    pen.fillRect(0, 0, width, height);
+    const pen = cleared(canvas, width, height);
     pen.imageSmoothingEnabled = false;
     const place = [GUTTER, TICKS, plot(), rows * tall];
     if (view.bins && rows) {

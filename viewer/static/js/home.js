@@ -3,6 +3,7 @@
 import { h, put } from './dom.js';
 import { notice } from './notices.js';
 import { link, replace } from './route.js';
+import { scroller } from './scroll.js';
 
 export async function open({ state, main, runs }) {
   const withReport = runs.runs.filter((run) => run.reports.length);
@@ -46,11 +47,7 @@ function table(state, runs) {
       h('td', { class: 'mono path' }, run.path || run.id),
     );
   });
-  return h(
-    'div',
-    { class: 'scroll' },
-    h('table', { class: 'data' },
-      h('thead', {}, h('tr', {}, ['tape', 'role', 'state', 'reports', 'where'].map((t) => h('th', { scope: 'col' }, t)))),
-      h('tbody', {}, rows)),
-  );
+  return scroller('Tapes', h('table', { class: 'data' },
+    h('thead', {}, h('tr', {}, ['tape', 'role', 'state', 'reports', 'where'].map((t) => h('th', { scope: 'col' }, t)))),
+    h('tbody', {}, rows)));
 }

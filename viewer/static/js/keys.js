@@ -1,4 +1,4 @@
-// Single keys. None acts while an input has focus, with a modifier, or when they are turned off.
+// Single keys. None acts while text is typed, with a modifier, or when they are turned off.
 
 export const HELP = [
   ['Everywhere', [
@@ -61,7 +61,7 @@ export const HELP = [
     ['g g / G', 'first, last version'],
   ]],
   ['Side by side', [
-    ['x', 'blink between A and B'],
+    ['x', 'blink between the two replays'],
     ['d', 'first difference'],
     ['n / N, p', 'next, previous token over the scale'],
     ['\u2212 / =', 'finer, coarser scale'],
@@ -79,9 +79,13 @@ export function setEnabled(on) {
   localStorage.setItem(OFF, on ? 'on' : 'off');
 }
 
-/** Whether a key press belongs to the element that has the focus. */
-export function isTyping(target) {
-  return Boolean(target && target.closest && target.closest('input, textarea, select, [contenteditable]'));
+/** Whether a key press belongs to the element that has the focus: text is typed there, or the key moves it. */
+function isTheirs({ key, target }) {
+  const field = target && target.closest && target.closest('input, textarea, select, [contenteditable], .scroll');
+  if (!field) return false;
+  if (field.type === 'radio' || field.type === 'checkbox') return /^(Arrow|Enter| )/.test(key);
+  if (field.classList && field.classList.contains('scroll')) return field === target && /^(Arrow|Page|Home|End)/.test(key);
+  return true;
 }
 
 /**
@@ -93,7 +97,7 @@ export function reader(now = () => performance.now()) {
   let digits = '';
   return (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return null;
-    if (isTyping(event.target)) return null;
+    if (isTheirs(event)) return null;
     if (event.key !== 'Escape' && !enabled()) return null;
     const soon = now() - pending < (digits ? 5000 : 800);
     pending = -Infinity;

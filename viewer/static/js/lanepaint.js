@@ -3,7 +3,7 @@
 import { h } from './dom.js';
 import { count } from './format.js';
 import { KINDS, MARKS, engineName, place, tickText, ticks } from './lanes.js';
-import { colour } from './theme.js';
+import { cleared, colour } from './theme.js';
 
 export const LEFT = 118; // room of the names of the lanes
 export const TOP = 46; // axis and marks
@@ -27,15 +27,8 @@ export class Picture {
   }
 
   pen(canvas, height) {
-    const ratio = devicePixelRatio || 1;
     const width = canvas.clientWidth || 600;
-    canvas.style.height = `${height}px`;
-    canvas.width = Math.round(width * ratio);
-    canvas.height = Math.round(height * ratio);
-    const pen = canvas.getContext('2d');
-    pen.scale(ratio, ratio);
-    pen.fillStyle = colour('ground');
-    pen.fillRect(0, 0, width, height);
+    const pen = cleared(canvas, width, height);
     pen.font = '11px system-ui, sans-serif';
     pen.textBaseline = 'middle';
     return [pen, width];

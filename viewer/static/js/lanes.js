@@ -104,6 +104,31 @@ export function hit(spans, t, lane, slack = 0) {
   return best;
 }
 
+/** Whether a span reaches into a view. */
+export function inside(spans, i, [t0, t1]) {
+  return spans.t[i] < t1 && (spans.t[i] >= t0 || spans.t[i] + (spans.duration[i] || 0) > t0);
+}
+
+/**
+ * Where walking begins when the cursor is not in view: the first step that begins there, or with `back` the
+ * last one; else the one that reaches into it; else the nearest behind it, or before it. -1 for none.
+ * @param {(i: number) => boolean} mine which spans may be taken
+ */
+export function entry(spans, [t0, t1], back, mine = () => true) {
+  const sign = back ? -1 : 1;
+  const rank = (i) => {
+    if (spans.t[i] >= t0 && spans.t[i] < t1) return 0;
+    if (inside(spans, i, [t0, t1])) return 1;
+    return (back ? spans.t[i] < t0 : spans.t[i] >= t1) ? 2 : 3;
+  };
+  let best = -1;
+  for (let i = 0; i < spans.t.length; i += 1) {
+    const better = best < 0 || rank(i) < rank(best) || (rank(i) === rank(best) && sign * (spans.t[i] - spans.t[best]) < 0);
+    if (mine(i) && rank(i) < 3 && better) best = i;
+  }
+  return best;
+}
+
 /** Id of an engine as short as it can be. */
 export function engineName(id, engines) {
   const short = id.slice(0, 8);

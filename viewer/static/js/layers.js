@@ -1,8 +1,9 @@
 // Layers of one sequence: error of every site at every token, and the front where it begins.
 
 import { getArrays, getJson, runPath, scope } from './api.js';
+import { choice } from './choice.js';
 import { css, sequential } from './colour.js';
-import { h, num, put } from './dom.js';
+import { h, num, put, redraw } from './dom.js';
 import { NONE as DASH, count, plural, short } from './format.js';
 import { GridPage } from './gridpage.js';
 import { makeGrid, rgb } from './heat_grid.js';
@@ -12,6 +13,7 @@ import {
 } from './heat_math.js';
 import { notice } from './notices.js';
 import { current, go, integer, link, replace } from './route.js';
+import { scroller } from './scroll.js';
 import { say, whisper } from './shell.js';
 import { theme } from './theme.js';
 import { makeTexts } from './texts.js';
@@ -96,7 +98,6 @@ class Page extends GridPage {
     this.readout = h('p', { class: 'readout', id: 'heat-readout' });
     this.lead = h('p', { class: 'frontline', id: 'front-line' });
     this.front = h('div', {});
-    this.outside = h('div', {});
     this.token = h('div', {});
     this.tokenBox = h('details', { id: 'token-sites', on: { toggle: () => this.drawToken() } }, h('summary', {}, 'All sites at the chosen token, as a table'), this.token);
     put(main, title, this.outside, this.lead, this.controls, this.legend, this.readout, this.grid.root,
@@ -108,10 +109,7 @@ class Page extends GridPage {
     const { info } = this;
     const next = view(state, info);
     this.view = next;
-    put(this.outside, next.asked !== null && next.asked >= info.n ? notice({
-      level: 'warn', title: `There is no position ${count(next.asked)}`,
-      text: `The sequence has positions 0 to ${count(info.n - 1)}; the cursor is on the last one.`,
-    }) : []);
+    this.drawOutside(next.asked, this.known(next.layer) ? null : next.layer, `The sequence has ${this.sites[0]} to ${this.sites.at(-1)}`);
     const open_ = next.open === 'all' ? 'all' : [...next.open].join();
     const rows = this.rows && this.opened === open_ ? this.rows : rowsOf(this.sites, next.open);
     const bins = Math.min(next.to - next.from, this.grid.columns());
@@ -141,6 +139,11 @@ class Page extends GridPage {
     if (this.view !== next) return;
     this.drawReadout();
     if (next.tok !== null && !first) whisper(this.words(this.cursor()));
+  }
+
+  /** Whether the layer or site of the address is there. */
+  known(text) {
+    return text === null || rowOfText(rowsOf(this.sites, new Set()), text) >= 0;
   }
 
   cursor() {
@@ -209,15 +212,19 @@ class Page extends GridPage {
     const metric = METRICS[now.metric];
     const to = (params) => link(state, { params });
     const wide = now.to - now.from;
-    put(this.controls,
-      h('label', {}, 'measure ', select('metric', METRICS.map((m) => [m.id, m.text]), metric.id, (id) => this.set({ metric: id, full: null }))),
-      h('label', {}, 'full scale ', select('full', metric.presets.map((p) => [p.text, p.text]), metric.presets[now.full].text, (text) => this.set({ full: text }))),
-      h('label', {}, 'front over ', select('thr', thresholds(info).map((t) => [t, thresholdWords(t)]), now.thr, (text) => this.set({ thr: text }))),
+    redraw(this.controls,
+      h('label', {}, 'measure ', this.choice('metric', METRICS.map((m) => [m.id, m.text]), metric.id, (id) => this.set({ metric: id, full: null }))),
+      h('label', {}, 'full scale ', this.choice('full', metric.presets.map((p) => [p.text, p.text]), metric.presets[now.full].text, (text) => this.set({ full: text }))),
+      h('label', {}, 'front over ', this.choice('thr', thresholds(info).map((t) => [t, thresholdWords(t)]), now.thr, (text) => this.set({ thr: text }))),
       this.rows.some((row) => row.toggle) ? h('button', { type: 'button', id: 'expand', on: { click: () => this.toggleAll() } }, now.open === 'all' ? 'Close all layers' : 'Open all layers') : null,
       h('span', { class: 'pager' }, `positions ${count(now.from)} to ${count(now.to - 1)} of ${count(info.n)} `,
-        now.from > 0 ? [h('a', { href: to(range(pan(now.from - wide, wide, info.n))), id: 'heat-previous' }, '[ previous'), ' '] : null,
-        now.to < info.n ? [h('a', { href: to(range(pan(now.to, wide, info.n))), id: 'heat-next' }, 'next ]'), ' '] : null,
+        now.from > 0 ? [h('a', { href: to(range(this.beside(-1))), id: 'heat-previous' }, '[ previous'), ' '] : null,
+        now.to < info.n ? [h('a', { href: to(range(this.beside(1))), id: 'heat-next' }, 'next ]'), ' '] : null,
         wide < info.n ? h('a', { href: to({ from: null, to: null }), id: 'heat-all' }, 'whole sequence') : null));
+  }
+
+  choice(id, options, chosen, change) {
+    return choice(id, options, chosen, change, () => this.grid.canvas.focus({ preventScroll: true }));
   }
 
   words(at) {
@@ -259,7 +266,7 @@ class Page extends GridPage {
     ] : `No site is over ${thresholdWords(thr)} at any position that was compared.`, ' ',
     h('span', { class: 'hint' }, floorWords(info, thr)));
     const heads = ['site', 'compared', 'other bits', 'over', 'first over', 'is the front'];
-    put(this.front, h('div', { class: 'scroll' }, h('table', { class: 'data' },
+    put(this.front, scroller('The front by site', h('table', { class: 'data' },
       h('thead', {}, h('tr', {}, heads.map((t, i) => h('th', { scope: 'col', class: i ? 'n' : null }, t)))),
       h('tbody', {}, sites.map((site, i) => h('tr', { class: fronts.over[i] ? 'differs' : null },
         h('th', { scope: 'row', class: 'mono' }, site, info.sites[i].sketched ? h('span', { class: 'hint' }, ' sketched') : null),
@@ -279,7 +286,7 @@ class Page extends GridPage {
     if (this.view.tok !== tok) return;
     this.tokenShown = tok;
     const cell = (row, name) => (row.equal && name !== 'non_finite' ? 'equal' : row[name] ?? (row.sketched ? 'not known' : name === 'rel_l2' || name === 'cosine' ? 'row of zeros' : DASH));
-    put(this.token, h('p', { class: 'hint' }, `Position ${count(tok)}.`), h('div', { class: 'scroll' }, h('table', { class: 'data' },
+    put(this.token, h('p', { class: 'hint' }, `Position ${count(tok)}.`), scroller(`Sites at position ${count(tok)}`, h('table', { class: 'data' },
       h('thead', {}, h('tr', {}, ['site', 'rel L2', 'max |b - a|', 'cosine', 'ulp', 'not finite'].map((t, i) => h('th', { scope: 'col', class: i ? 'n' : null }, t)))),
       h('tbody', {}, answer.rows.map((row) => h('tr', {},
         h('th', { scope: 'row', class: 'mono' }, row.site),
@@ -328,19 +335,6 @@ class Page extends GridPage {
   window(from, to) {
     const whole = from <= 0 && to >= this.info.n;
     replace(link(current(), { params: whole ? { from: null, to: null } : { from, to } }));
-  }
-
-  zoomBy(factor) {
-    const { from, to, tok } = this.view;
-    const at = tok !== null && tok >= from && tok < to ? tok : (from + to) / 2;
-    this.window(...zoom(from, to, this.info.n, factor, at));
-  }
-
-  page(step) {
-    const { from, to } = this.view;
-    const next = pan(from + step * (to - from), to - from, this.info.n);
-    if (next[0] === from) say(step < 0 ? 'this is the first window' : 'this is the last window');
-    else this.window(...next);
   }
 
   threshold(step) {
@@ -426,11 +420,6 @@ function lacking({ only_a: a, only_b: b, not_compared: both }) {
 // Tables are drawn once; where their links lead depends on everything else in the address.
 function refresh(box, state) {
   for (const a of box.querySelectorAll('a[data-tok]')) a.href = link(state, { params: { ...a.dataset, from: null, to: null } });
-}
-
-function select(id, options, chosen, change) {
-  return h('select', { id, on: { change: (event) => change(event.target.value) } },
-    options.map(([value, text]) => h('option', { value, selected: value === chosen }, text)));
 }
 
 function range([from, to]) {

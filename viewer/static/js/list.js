@@ -3,9 +3,11 @@
 import { getJson, runPath, scope } from './api.js';
 import { symlog } from './colour.js';
 import { byId, h, num, put, svg } from './dom.js';
+import { COMMAND } from './folder.js';
 import { NONE, count, percent, short } from './format.js';
 import { notice, notices } from './notices.js';
 import { current, go, link, replace } from './route.js';
+import { scroller } from './scroll.js';
 import { setHidden } from './shell.js';
 
 const COLUMNS = [
@@ -95,7 +97,7 @@ function facets(state, data) {
   const query = new URLSearchParams({ ...scope(state, ['rep', 'sort', 'q']) });
   const save = (format) => h('a', { href: `${runPath(state, 'seqs')}?${query}&format=${format}`, download: `sequences.${format}` }, format.toUpperCase());
   return h('div', { class: 'facets' }, chips.length ? h('p', {}, chips) : null, rows.length ? h('ul', {}, rows) : null,
-    data.rows.length && !document.querySelector('meta[name=rolltape-screens]') ? h('p', { class: 'hint' }, `${data.matched > EXPORTED ? `The first ${count(EXPORTED)}` : 'All'} matching rows as `, save('csv'), ' or ', save('arrow')) : null);
+    data.rows.length && !COMMAND ? h('p', { class: 'hint' }, `${data.matched > EXPORTED ? `The first ${count(EXPORTED)}` : 'All'} matching rows as `, save('csv'), ' or ', save('arrow')) : null);
 }
 
 /** The largest |delta| along a sequence, on one fixed scale for all of them. */
@@ -131,7 +133,7 @@ function body(state, data) {
     });
   }
   return [
-    h('div', { class: 'scroll' }, h('table', { class: 'data list', id: 'list' },
+    scroller('Sequences', h('table', { class: 'data list', id: 'list' },
       h('caption', { class: 'sr' }, `Sequences, sorted by ${data.sort}`),
       h('thead', {}, h('tr', {}, COLUMNS.map((column) => header(state, column, data.sort)))),
       h('tbody', {}, data.rows.map((row) => line(state, row))))),

@@ -22,9 +22,7 @@ const SCREENS = {
   sides: () => import('./sides.js'),
   basket: () => import('./basket.js'),
 };
-// an exported folder says which of them it has
-const only = document.querySelector('meta[name="rolltape-screens"]');
-const SHOWN = Object.keys(SCREENS).filter((name) => !only || only.content.split(' ').includes(name));
+const SHOWN = Object.keys(SCREENS);
 const POLL_MS = 3000;
 
 const main = byId('main');

@@ -3,7 +3,7 @@
 import { symlog } from './colour.js';
 import { h } from './dom.js';
 import { signed, short } from './format.js';
-import { colour } from './theme.js';
+import { cleared, colour } from './theme.js';
 
 const HEIGHT = 44;
 
@@ -22,14 +22,8 @@ export function makeMinimap(map, n, jump) {
   const count = map.starts.length;
 
   function draw() {
-    const ratio = devicePixelRatio || 1;
     const width = canvas.clientWidth || 600;
-    canvas.width = Math.round(width * ratio);
-    canvas.height = Math.round(HEIGHT * ratio);
-    const pen = canvas.getContext('2d');
-    pen.scale(ratio, ratio);
-    pen.fillStyle = colour('ground');
-    pen.fillRect(0, 0, width, HEIGHT);
+    const pen = cleared(canvas, width, HEIGHT);
     const floor = HEIGHT - 8;
     for (let i = 0; i < count; i += 1) {
       const left = Math.floor((i * width) / count);

@@ -7,6 +7,7 @@ import { drift } from './drift.js';
 import { NONE, bytes, count, percent, plural, short } from './format.js';
 import { notice, notices } from './notices.js';
 import { link } from './route.js';
+import { scroller } from './scroll.js';
 
 export async function open({ state, main, signal }) {
   const data = await getJson(runPath(state), scope(state), signal);
@@ -129,7 +130,7 @@ function routing(data) {
   return section(
     'Routing disagreement by layer',
     h('p', { class: 'hint' }, 'A decision disagrees when the two sides chose another set of experts. The bar is full at ', percent(top), '.'),
-    h('div', { class: 'scroll' }, h('table', { class: 'data wraphead' },
+    scroller('Routing disagreement by layer', h('table', { class: 'data wraphead' },
       h('thead', {}, h('tr', {}, ['layer', 'disagree', '', 'of decisions', 'order only', 'mean flip margin', 'max'].map((t) => h('th', { scope: 'col', class: 'n' }, t)))),
       h('tbody', {}, data.layers.map((row) => h('tr', {},
         h('th', { scope: 'row', class: 'n' }, row.layer),
@@ -166,7 +167,7 @@ function recording(data) {
 
 function provenance(rows, run) {
   if (!rows.length) return null;
-  const table = (part, caption) => h('div', { class: 'scroll' }, h('table', { class: 'data sides' },
+  const table = (part, caption) => scroller(caption, h('table', { class: 'data sides' },
     h('caption', { class: 'sr' }, caption),
     h('thead', {}, h('tr', {}, h('th', { scope: 'col' }, ''), h('th', { scope: 'col' }, 'A'), run.report ? h('th', { scope: 'col' }, 'B') : null)),
     h('tbody', {}, part.map((row) => h('tr', { class: row.differs ? 'differs' : null },

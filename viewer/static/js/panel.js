@@ -3,6 +3,7 @@
 import { h, put } from './dom.js';
 import { NONE, count, plural } from './format.js';
 import { link } from './route.js';
+import { scroller } from './scroll.js';
 import { tokenText } from './text.js';
 
 /** @param {HTMLElement} panel @param {Object} data answer of .../tokens/{position} */
@@ -149,7 +150,7 @@ function routeTable(title, r) {
   return [
     title ? h('h3', {}, title) : null,
     lead ? h('p', { class: r.differ ? 'flagline' : 'hint' }, lead) : null,
-    h('div', { class: 'scroll' }, h('table', { class: 'data routes' },
+    scroller(title || 'Experts', h('table', { class: 'data routes' },
       h('thead', {}, h('tr', {},
         h('th', { scope: 'col' }, 'layer'), h('th', { scope: 'col' }, 'A'),
         b ? h('th', { scope: 'col' }, r.b_role === 'live' ? 'B, own choice' : 'B') : null,

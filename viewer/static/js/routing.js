@@ -2,14 +2,16 @@
 
 import { getArrays, getJson, runPath, scope } from './api.js';
 import { bars } from './charts.js';
-import { h, num, put, svg } from './dom.js';
+import { h, num, put, redraw, svg } from './dom.js';
 import { NONE as DASH, count, percent, plural, short } from './format.js';
+import { COMMAND, leftOut } from './folder.js';
 import { GridPage } from './gridpage.js';
 import { makeGrid, rgb } from './heat_grid.js';
-import { pan, zoom } from './heat_math.js';
+import { pan } from './heat_math.js';
 import { notice } from './notices.js';
 import { current, go, integer, link, replace } from './route.js';
-import { FLIP, MOST, STATES, layerRows, marginsOf, nextFlip, squeeze, totals, windowOf } from './routing_math.js';
+import { FLIP, MOST, STATES, WINDOW, layerRows, marginsOf, nextFlip, squeeze, totals, windowOf } from './routing_math.js';
+import { scroller } from './scroll.js';
 import { say, whisper } from './shell.js';
 import { makeTexts } from './texts.js';
 import { theme } from './theme.js';
@@ -29,10 +31,10 @@ export async function open({ state, main, signal }) {
 function view(state, info) {
   const asked = integer(state.params.get('tok'));
   const tok = asked === null || !info.n ? null : Math.min(asked, info.n - 1);
-  const [from, to] = windowOf(integer(state.params.get('from')), integer(state.params.get('to')), tok, info.n);
+  const [from, to] = windowOf(integer(state.params.get('from')), integer(state.params.get('to')), tok, info.n, Boolean(COMMAND));
   const eps = state.params.get('eps');
   const layer = /\d+/.exec(state.params.get('layer') || '');
-  return { asked, tok, from, to, eps: eps !== null && eps !== '' && Number(eps) >= 0 ? eps : null, layer: layer ? Number(layer[0]) : null };
+  return { asked, tok, from, to, eps: !COMMAND && eps !== null && eps !== '' && Number(eps) >= 0 ? eps : null, layer: layer ? Number(layer[0]) : null };
 }
 
 class Page extends GridPage {
@@ -63,15 +65,14 @@ class Page extends GridPage {
     });
     this.lead = h('p', { class: 'frontline', id: 'routing-lead' });
     this.rule = h('p', { class: 'hint', id: 'routing-rule' });
-    this.outside = h('div', {});
     this.controls = h('div', { class: 'controls' });
     this.legend = h('div', { class: 'legend', 'aria-label': 'Legend' });
     this.readout = h('p', { class: 'readout', id: 'routing-readout' });
-    this.layers = h('div', { class: 'scroll', id: 'routing-layers' });
+    this.layers = h('div', { id: 'routing-layers' });
     this.layer = h('section', { class: 'card', id: 'routing-layer' });
     this.token = h('section', { class: 'card', id: 'routing-token', 'aria-label': 'Experts of the chosen token' });
-    put(main, title, info.notices.map(notice), this.outside, this.lead, this.rule, this.controls, this.legend, this.readout, this.grid.root,
-      h('div', { class: 'routingwork' }, h('div', {}, this.token, this.layer), this.layers));
+    put(main, title, info.notices.map(notice), leftOut('Windows and eps are fixed in this folder', `Agreement and eps are those of a window, so an exported folder has windows of ${count(WINDOW)} positions with eps by the rule; zoom and another eps need the viewer.`), this.outside, this.lead, this.rule, this.controls, this.legend, this.readout, this.grid.root,
+      h('div', { class: 'routingwork' }, h('div', {}, this.token, this.layer), scroller('Agreement by layer', this.layers)));
   }
 
   async follow(state) {
@@ -79,10 +80,8 @@ class Page extends GridPage {
     const next = view(state, info);
     const old = this.view;
     this.view = next;
-    put(this.outside, next.asked !== null && next.asked >= info.n ? notice({
-      level: 'warn', title: `There is no position ${count(next.asked)}`,
-      text: `The sequence has positions 0 to ${count(info.n - 1)}; the cursor is on the last one.`,
-    }) : []);
+    const layers = [...new Set([...info.a.layers, ...info.b.layers])].sort((x, y) => x - y);
+    this.drawOutside(next.asked, next.layer === null || layers.includes(next.layer) ? null : next.layer, `Routes were recorded of layers ${layers[0]} to ${layers.at(-1)}`);
     const key = [next.from, next.to, next.eps].join(' ');
     if (!this.tile || this.tile.key !== key) {
       const answer = await getArrays(this.path('routing'), { ...scope(state), start: next.from, end: next.to, eps: next.eps }, this.signal);
@@ -161,18 +160,18 @@ class Page extends GridPage {
 
   drawControls(state) {
     const { view: now, info } = this;
-    const wide = now.to - now.from;
     const to = ([from, end], text, id) => h('a', { href: link(state, { params: { from, to: end } }), id }, text);
     const box = h('input', { type: 'text', id: 'eps', size: 8, inputmode: 'decimal', placeholder: 'by the rule', value: now.eps ?? '', on: {
       change: (event) => {
         const text = event.target.value.trim();
+        if (document.activeElement === box) this.grid.canvas.focus({ preventScroll: true }); // Enter, not Tab
         if (text === '' || Number(text) >= 0) go(link(current(), { params: { eps: text || null, ...this.here() } }));
         else say('eps is a number from 0 on');
       },
     } });
-    put(this.controls, h('label', {}, 'eps ', box), h('span', { class: 'pager' }, `positions ${count(now.from)} to ${count(now.to - 1)} of ${count(info.n)} `,
-      now.from > 0 ? [to(pan(now.from - wide, wide, info.n), '[ previous', 'routing-previous'), ' '] : null,
-      now.to < info.n ? to(pan(now.to, wide, info.n), 'next ]', 'routing-next') : null));
+    redraw(this.controls, COMMAND ? null : h('label', {}, 'eps ', box), h('span', { class: 'pager' }, `positions ${count(now.from)} to ${count(now.to - 1)} of ${count(info.n)} `,
+      now.from > 0 ? [to(this.beside(-1), '[ previous', 'routing-previous'), ' '] : null,
+      now.to < info.n ? to(this.beside(1), 'next ]', 'routing-next') : null));
   }
 
   words(at) {
@@ -244,22 +243,21 @@ class Page extends GridPage {
       rest.length ? h('details', {}, h('summary', {}, `${plural(rest.length, 'other layer')}`), expertTable(rest)) : null);
   }
 
+  beside(step) {
+    if (!COMMAND) return super.beside(step);
+    const { from, to } = this.view;
+    const start = from + step * WINDOW;
+    return start >= 0 && start < this.info.n ? [start, Math.min(start + WINDOW, this.info.n)] : [from, to];
+  }
+
   window(from, to) {
+    if (COMMAND && (from % WINDOW || to !== Math.min(from + WINDOW, this.info.n))) {
+      say('windows are fixed in an exported folder');
+      return;
+    }
     const end = Math.min(to, from + MOST);
     replace(link(current(), { params: { from, to: end } }));
     if (end < to) say(`a window holds at most ${count(MOST)} positions`);
-  }
-
-  page(step) {
-    const { from, to } = this.view;
-    const next = pan(from + step * (to - from), to - from, this.info.n);
-    if (next[0] === from) say(step < 0 ? 'this is the first window' : 'this is the last window');
-    else this.window(...next);
-  }
-
-  zoomBy(factor) {
-    const { from, to, tok } = this.view;
-    this.window(...zoom(from, to, this.info.n, factor, tok !== null && tok >= from && tok < to ? tok : (from + to) / 2));
   }
 
   walk(step) {
@@ -271,7 +269,7 @@ class Page extends GridPage {
   choose(tok, layer, how) {
     const { from, to } = this.view;
     const inside = tok >= from && tok < to;
-    const [start, end] = inside ? [from, to] : pan(tok - Math.floor((to - from) / 2), to - from, this.info.n);
+    const [start, end] = inside ? [from, to] : COMMAND ? windowOf(null, null, tok, this.info.n, true) : pan(tok - Math.floor((to - from) / 2), to - from, this.info.n);
     how(link(current(), { params: { tok, layer, ...(start === 0 && end === this.info.n ? {} : { from: start, to: end }) } }));
   }
 
@@ -311,7 +309,7 @@ function expertTable(rows, chosen) {
     own.used ? h('div', { class: 'hint' }, `used: ${own.used.join(' ')}`) : null);
   };
   const verdict = (row) => (row.same === false ? h('strong', {}, '\u2260', h('span', { class: 'sr' }, ' differs')) : row.order_only ? 'order' : row.same ? '=' : DASH);
-  return h('div', { class: 'scroll' }, h('table', { class: 'data routes' },
+  return scroller('Experts by layer', h('table', { class: 'data routes' },
     h('thead', {}, h('tr', {}, ['layer', 'A, slot order', 'B, slot order', '', 'margin A', 'margin B'].map((t) => h('th', { scope: 'col' }, t || h('span', { class: 'sr' }, 'verdict'))))),
     h('tbody', {}, rows.map((row) => h('tr', { class: row.same === false ? 'differs' : row.layer === chosen ? 'chosen' : null },
       h('th', { scope: 'row', class: 'n' }, row.layer), cell(row.a, row.b), cell(row.b, row.a), h('td', {}, verdict(row)),

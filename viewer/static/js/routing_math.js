@@ -72,8 +72,12 @@ export function squeeze(map, n, rows, columns) {
   return { codes, starts };
 }
 
-/** The window of an address: a position, a width, both within what can be asked for. */
-export function windowOf(from, to, tok, n) {
+/** The window of an address: a position, a width, both within what can be asked for; in a folder one of those that it has. */
+export function windowOf(from, to, tok, n, fixed = false) {
+  if (fixed) {
+    const at = Math.min(from ?? tok ?? 0, Math.max(0, n - 1));
+    return [at - (at % WINDOW), Math.min(n, at - (at % WINDOW) + WINDOW)];
+  }
   const width = Math.min(n, Math.max(1, Math.min(MOST, from !== null && to !== null && to > from ? to - from : WINDOW)));
   const start = from ?? Math.floor((tok ?? 0) / WINDOW) * WINDOW;
   const first = Math.min(Math.max(0, start), Math.max(0, n - 1));

@@ -1,4 +1,4 @@
-// Reads safetensors bytes: typed-array views, nothing is copied.
+// Safetensors bytes: read as typed-array views, nothing is copied; written in an exported folder.
 
 const TYPES = {
   U8: Uint8Array,
@@ -28,4 +28,23 @@ export function decode(buffer) {
     arrays[name] = new Type(buffer, 8 + size + begin, (end - begin) / Type.BYTES_PER_ELEMENT);
   }
   return { arrays, metadata: header.__metadata__ || {} };
+}
+
+/**
+ * @param {Object<string, ArrayLike<number>>} arrays typed arrays
+ * @param {Object<string, string>} metadata
+ * @returns {Blob}
+ */
+export function encode(arrays, metadata) {
+  const names = Object.keys(arrays).sort((x, y) => arrays[y].BYTES_PER_ELEMENT - arrays[x].BYTES_PER_ELEMENT);
+  const header = { __metadata__: metadata };
+  let end = 0;
+  for (const name of names) {
+    const array = arrays[name];
+    const [dtype] = Object.entries(TYPES).find(([, Type]) => array instanceof Type);
+    header[name] = { dtype, shape: [array.length], data_offsets: [end, end += array.byteLength] };
+  }
+  const text = new TextEncoder().encode(JSON.stringify(header));
+  const size = Math.ceil(text.length / 8) * 8;
+  return new Blob([new BigUint64Array([BigInt(size)]), text, ' '.repeat(size - text.length), ...names.map((name) => arrays[name])]);
 }

@@ -2,6 +2,7 @@
 
 import { getArrays, getJson, runPath, scope } from './api.js';
 import { starButton } from './basket.js';
+import { choice } from './choice.js';
 import { byId, h, put } from './dom.js';
 import { NONE, count, percent, short } from './format.js';
 import { legend } from './legend.js';
@@ -89,9 +90,8 @@ class Page {
     this.scales = h('fieldset', { class: 'scales' });
     this.pager = h('span', { class: 'pager' });
     this.clipped = h('span', { class: 'hint', id: 'clipped' });
-    this.stats = h('select', { id: 'stat', on: { change: (event) => this.setStat(event.target.value) } },
-      STATS.map((stat) => h('option', { value: stat.name, disabled: !this.has(stat) || null, title: this.has(stat) ? null : NOT_STORED },
-        this.has(stat) ? stat.text : `${stat.text} (not recorded)`)));
+    this.stats = choice('stat', STATS.map((stat) => (this.has(stat) ? [stat.name, stat.text] : [stat.name, `${stat.text} (not recorded)`, { disabled: true, title: NOT_STORED }])),
+      null, (name) => this.setStat(name), () => this.strip.focus({ preventScroll: true }));
     this.find = h('input', { type: 'search', id: 'find', size: 12, placeholder: 'find text', 'aria-label': 'Find text in the sequence; Enter goes on', on: { keydown: (event) => this.onFind(event) } });
     this.outside = h('div', {});
     this.maskBox = h('input', { type: 'checkbox', id: 'mask', on: { change: () => this.toggleMask() } });

@@ -6,14 +6,17 @@ import { byId, h, num, put } from './dom.js';
 import { NONE, count, plural, short, signed } from './format.js';
 import { notice } from './notices.js';
 import { current, go, integer, link, replace } from './route.js';
+import { scroller } from './scroll.js';
 import { say, whisper } from './shell.js';
-import { VIEWS, readSides } from './sides_data.js';
+import { NAMES, VIEWS, readSides } from './sides_data.js';
 import { STATS, presetOf } from './stats.js';
 import { STATE_TEXT, WINDOW, drawStrip, paintStrip, readWindow } from './strip.js';
 import { onTheme, theme } from './theme.js';
 
 const DELTA = STATS[0];
-const SHOWS = [['both', 'A and B'], ['a', 'A'], ['b', 'B'], ['diff', 'A \u2212 B']];
+// here B is one of two
+const STATE_WORDS = { ...STATE_TEXT, missing_a: 'no logprob in the tape', missing_b: 'no logprob in the replay' };
+const SHOWS = [['both', 'both'], ...VIEWS.map((view) => [view, NAMES[view]])];
 
 export async function open({ state, main, runs, signal }) {
   const run = runs.runs.find((r) => r.id === state.run);
@@ -73,7 +76,7 @@ class Page {
     const { info } = this;
     const state = current();
     this.strips = Object.fromEntries(VIEWS.map((view) => {
-      const strip = h('div', { class: 'strip', id: `strip-${view}`, role: 'listbox', tabindex: 0, 'aria-label': `Tokens, ${SHOWS.find(([s]) => s === view)[1]}` });
+      const strip = h('div', { class: 'strip', id: `strip-${view}`, role: 'listbox', tabindex: 0, 'aria-label': `Tokens, ${this.words(view)}` });
       strip.addEventListener('click', (event) => {
         const token = event.target.closest('.t');
         if (token && !String(getSelection())) this.pin(position(token));
@@ -87,14 +90,14 @@ class Page {
     this.line = h('p', { class: 'readout', id: 'readout' });
     this.controls = h('div', { class: 'controls' });
     put(main,
-      h('h1', { class: 'mono' }, info.seq, h('span', { class: 'neighbours' }, h('a', { href: link(state, { screen: 'seq', params: { rep: this.params.a } }) }, 'tokens of A'), ' ', h('a', { href: link(state, { screen: 'seq', params: { rep: this.params.b } }) }, 'tokens of B'))),
+      h('h1', { class: 'mono' }, info.seq, h('span', { class: 'neighbours' }, h('a', { href: link(state, { screen: 'seq', params: { rep: this.params.a } }) }, 'tokens of R1'), ' ', h('a', { href: link(state, { screen: 'seq', params: { rep: this.params.b } }) }, 'tokens of R2'))),
       this.pickers(state),
       ['a', 'b'].filter((s) => !info[s].here).map((s) => notice({
-        level: 'warn', title: `${s.toUpperCase()} does not have this sequence`,
-        text: `${info[s].name} did not compare it: the replay left it out, or its tokens did not match. The other side is shown alone.`,
+        level: 'warn', title: `${NAMES[s]} does not have this sequence`,
+        text: `Report ${info[s].name} did not compare it: the replay left it out, or its tokens did not match. The other side is shown alone.`,
         extra: h('p', {}, h('a', { href: link(state, { screen: 'overview', seq: null, params: { rep: info[s].rep } }) }, 'What that report did not compare')),
       })),
-      this.params.a === this.params.b ? notice({ level: 'info', title: 'A and B are the same report', text: 'Choose another one in either list.' }) : null,
+      this.params.a === this.params.b ? notice({ level: 'info', title: 'R1 and R2 are the same report', text: 'Choose another one in either list.' }) : null,
       h('div', { class: 'twocards' }, settings(info), counts(info, state)),
       unmatched(info, state),
       info.n ? [h('div', { class: 'striphead' }, this.controls, this.line), h('div', { class: 'pair' }, VIEWS.map((v) => this.columns[v]))]
@@ -102,13 +105,16 @@ class Page {
   }
 
   title(view) {
-    const { a, b } = this.info;
-    if (view === 'diff') return ['A \u2212 B ', h('span', { class: 'hint' }, 'logprob of A minus logprob of B')];
-    return [`${view.toUpperCase()} `, h('span', { class: 'hint' }, (view === 'a' ? a : b).name)];
+    return [`${NAMES[view]} `, h('span', { class: 'hint' }, this.words(view).slice(NAMES[view].length + 2))];
+  }
+
+  /** Its name and what is under it. */
+  words(view) {
+    return `${NAMES[view]}: ${view === 'diff' ? 'logprob of R1 minus logprob of R2' : this.info[view].name}`;
   }
 
   pickers(state) {
-    const pick = (side) => h('label', {}, `${side.toUpperCase()} `,
+    const pick = (side) => h('label', {}, `${NAMES[side]} `,
       h('select', { id: `pick-${side}`, on: { change: (e) => go(link(current(), { params: { [side]: e.target.value } })) } },
         this.reports.map((r) => h('option', { value: r.id, selected: r.id === this.params[side] || null }, r.name))));
     return h('p', { class: 'pickers' }, pick('a'), ' ', pick('b'), ' ',
@@ -216,7 +222,7 @@ class Page {
     put(this.controls,
       radios('show', 'show', SHOWS, show, (key) => go(link(current(), { params: { show: key === 'both' ? null : key } }))),
       radios('scale', 'full scale, nat', DELTA.presets.map((p) => [p.text, p.text]), scale.text, (key) => go(link(current(), { params: { scale: key } }))),
-      h('span', { class: 'hint' }, show === 'diff' ? [swatch(-scale.value, 'B higher'), ' ', swatch(scale.value, 'A higher')] : [swatch(-scale.value, 'tape higher'), ' ', swatch(scale.value, 'replay higher')]),
+      h('span', { class: 'hint' }, show === 'diff' ? [swatch(-scale.value, 'R2 higher'), ' ', swatch(scale.value, 'R1 higher')] : [swatch(-scale.value, 'tape higher'), ' ', swatch(scale.value, 'replay higher')]),
       this.info.first === null ? h('span', { class: 'hint' }, 'no difference') : to({ tok: this.info.first, win: null }, `first difference: ${count(this.info.first)}`, 'first-difference', { class: 'button' }),
       h('span', { class: 'pager' }, `positions ${count(start)} to ${count(end - 1)} of ${count(this.info.n)} `,
         start > 0 ? to({ win: start - WINDOW }, '[ previous', 'win-previous') : null, ' ', end < this.info.n ? to({ win: start + WINDOW }, 'next ]', 'win-next') : null));
@@ -246,7 +252,7 @@ class Page {
     const show = this.view.show === 'both' ? 'diff' : this.view.show;
     const threshold = DELTA.presets[this.view.preset].value;
     const found = await getJson(this.path('sides', 'over'), { ...this.params, show, threshold, from, back }, this.signal);
-    const what = show === 'diff' ? 'A \u2212 B' : `\u0394 of ${show.toUpperCase()}`;
+    const what = show === 'diff' ? NAMES.diff : `\u0394 of ${NAMES[show]}`;
     if (found.position === null) say(`no ${back ? 'earlier' : 'later'} token whose ${what} is over ${threshold} nat`);
     else {
       say(`${found.rank} of ${found.of}: ${what} over ${threshold} nat`);
@@ -265,7 +271,7 @@ class Page {
     const { top } = this;
     replace(link(current(), { params: { show } }));
     if (top !== undefined) this.strips[show].scrollTop = top;
-    say(`showing ${show.toUpperCase()}`);
+    say(`showing ${this.words(show)}`);
   }
 
   scale(step) {
@@ -299,19 +305,19 @@ function describe(data, at) {
   const side = (view) => {
     const value = data[view].delta(i);
     if (value !== null) return `\u0394 ${signed(value)} nat`;
-    return STATE_TEXT[data[view].state(i)] || NONE;
+    return STATE_WORDS[data[view].state(i)] || NONE;
   };
   const difference = data.diff.delta(i);
-  return [bare ? `token id ${text}` : `\u201c${text}\u201d`, `A: ${side('a')}`, `B: ${side('b')}`,
-    difference === null ? null : data.diff.has(i, 'equal') ? 'A and B have the same bits' : `A \u2212 B ${signed(difference)} nat`].filter(Boolean).join(', ');
+  return [bare ? `token id ${text}` : `\u201c${text}\u201d`, `R1: ${side('a')}`, `R2: ${side('b')}`,
+    difference === null ? null : data.diff.has(i, 'equal') ? 'R1 and R2 have the same bits' : `R1 \u2212 R2 ${signed(difference)} nat`].filter(Boolean).join(', ');
 }
 
 function settings(info) {
   const { rows, equal } = info.settings;
   return h('section', { class: 'card' }, h('h2', {}, 'What differs between the replays'),
-    rows.length ? h('table', { class: 'data sides' },
-      h('thead', {}, h('tr', {}, ['', `A ${info.a.name}`, `B ${info.b.name}`].map((t) => h('th', { scope: 'col' }, t)))),
-      h('tbody', {}, rows.map((r) => h('tr', {}, h('th', { scope: 'row' }, r.name), h('td', { class: 'mono' }, r.a ?? 'not said'), h('td', { class: 'mono' }, r.b ?? 'not said')))))
+    rows.length ? scroller('What differs', h('table', { class: 'data sides' },
+      h('thead', {}, h('tr', {}, ['', `R1 ${info.a.name}`, `R2 ${info.b.name}`].map((t) => h('th', { scope: 'col' }, t)))),
+      h('tbody', {}, rows.map((r) => h('tr', {}, h('th', { scope: 'row' }, r.name), h('td', { class: 'mono' }, r.a ?? 'not said'), h('td', { class: 'mono' }, r.b ?? 'not said'))))))
       : h('p', {}, 'No recorded condition differs.'),
     h('p', { class: 'hint' }, `${plural(equal, 'condition')} equal and not listed.`));
 }
@@ -321,9 +327,9 @@ function counts(info, state) {
   const at = (tok, text) => (tok === null ? text : [h('a', { href: link(state, { params: { tok, win: null } }) }, text), ` at ${count(tok)}`]);
   return h('section', { class: 'card' }, h('h2', {}, 'This sequence'), h('table', { class: 'facts' }, h('tbody', {}, [
     ['compared in both', count(c.both)], ['same bits in both', count(c.equal)],
-    ['compared in A only / B only', `${count(c.only_a)} / ${count(c.only_b)}`],
-    ['mean |\u0394| A / B, nat', `${short(c.mean_a)} / ${short(c.mean_b)}`],
-    ['mean |A \u2212 B|, nat', short(c.mean_difference)], ['max |A \u2212 B|, nat', at(c.max_at, short(c.max))],
+    ['compared in R1 only / R2 only', `${count(c.only_a)} / ${count(c.only_b)}`],
+    ['mean |\u0394| of R1 / R2, nat', `${short(c.mean_a)} / ${short(c.mean_b)}`],
+    ['mean |R1 \u2212 R2|, nat', short(c.mean_difference)], ['max |R1 \u2212 R2|, nat', at(c.max_at, short(c.max))],
   ].map(([name, value]) => h('tr', {}, h('th', { scope: 'row' }, name), num(value))))));
 }
 
@@ -331,7 +337,7 @@ function unmatched(info, state) {
   if (!info.unmatched.length) return null;
   return notice({
     level: 'warn', title: 'Without a match', text: '',
-    extra: h('ul', {}, info.unmatched.map((u) => h('li', {}, u.only ? `${u.what} in ${u.only.toUpperCase()} only: ` : `${u.what} have another state: `, u.names.join(', '),
+    extra: h('ul', {}, info.unmatched.map((u) => h('li', {}, u.only ? `${u.what} in ${NAMES[u.only]} only: ` : `${u.what} have another state: `, u.names.join(', '),
       u.tok === undefined ? null : [' ', h('a', { href: link(state, { params: { tok: u.tok, win: null } }) }, `the first at ${count(u.tok)}`)]))),
   });
 }

@@ -1,6 +1,8 @@
 // The window of two replays, as three strips: each replay against the tape, and one against the other.
 
 export const VIEWS = ['a', 'b', 'diff'];
+/** Elsewhere A is the tape and B a replay of it; these are two replays. `a` and `b` in the address. */
+export const NAMES = { a: 'R1', b: 'R2', diff: 'R1 \u2212 R2' };
 const ARRAY = { a: 'delta_a', b: 'delta_b', diff: 'difference' };
 
 /**

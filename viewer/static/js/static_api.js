@@ -1,7 +1,8 @@
 // In an exported folder: gives the page the answers that were saved, in place of a server.
-// The page is otherwise the same; it never learns the difference.
+// The page is otherwise the same; js/folder.js tells it what to say of what was left out.
 
-import { decode } from './safetensors.js';
+import { binned, chosen, listed, siteRows, windowOf } from './folder_data.js';
+import { decode, encode } from './safetensors.js';
 
 const real = window.fetch.bind(window);
 const root = new URL('.', document.baseURI);
@@ -11,18 +12,6 @@ let manifest = null;
 export function keyOf(path, params) {
   const given = Object.entries(params).filter(([, v]) => v !== null && v !== undefined).sort(([x], [y]) => (x < y ? -1 : 1));
   return path + (given.length ? `?${given.map(([k, v]) => `${k}=${v}`).join('&')}` : '');
-}
-
-/** The rows that words keep, sorted; null where the filter needs a server. */
-export function listed(rows, { sort, q }) {
-  const words = (q || '').toLowerCase().split(/\s+/).filter(Boolean);
-  if (words.some((word) => /[<>=:!"()]/.test(word))) return null;
-  const kept = rows.filter((row) => words.every((word) => [row.id, row.group, row.finish].some((text) => String(text ?? '').toLowerCase().includes(word))));
-  if (!sort) return kept;
-  const [name, sign] = sort.startsWith('-') ? [sort.slice(1), -1] : [sort, 1];
-  const absent = (row) => row[name] === null || row[name] === undefined || row[name] === 'NaN';
-  const compare = (x, y) => (x[name] < y[name] ? -sign : x[name] > y[name] ? sign : 0);
-  return [...kept.filter((row) => !absent(row)).sort(compare), ...kept.filter(absent)];
 }
 
 window.fetch = async (input, init = {}) => {
@@ -41,34 +30,90 @@ window.fetch = async (input, init = {}) => {
 
 class Missing extends Error {}
 
-async function saved(bundle, key, init) {
-  // the newest report is the one that an address without `rep` means
+const command = () => document.querySelector('meta[name=rolltape-folder]').content;
+
+async function saved(bundle, key, init, missing) {
   const file = bundle.files[key];
-  if (!file) throw new Missing('This folder holds chosen sequences only. Start `rolltape view` on the tape for everything else.');
-  return real(new URL(file, root), { signal: init.signal });
+  if (!file) {
+    throw new Missing(`${missing || 'This folder holds chosen sequences only.'} Start ${command()} for everything else.`);
+  }
+  const answer = await real(new URL(file, root), { signal: init.signal });
+  if (!file.endsWith('.problem.json')) return answer;
+  const told = await answer.json();
+  return problem(told.status, told.title, told.detail, told.field);
 }
+
+const OUTSIDE = {
+  tokens: 'There is no such position.',
+  routing: 'There is no such position.',
+  steps: 'Of single steps this folder has those that drew a token of its sequences.',
+};
 
 async function answerOf(bundle, path, params, init) {
   const { rep, a, b } = params;
-  const token = path.match(/^(.*\/tokens)\/(\d+)$/);
-  if (token) {
-    const position = Number(token[2]);
-    const start = position - (position % bundle.chunk);
-    const details = await (await saved(bundle, keyOf(`${token[1]}/${start}`, { rep }), init)).json();
-    if (!details[position]) throw new Missing(`There is no position ${position}.`);
-    return json(details[position]);
+  const ask = (key, missing) => saved(bundle, key, init, missing);
+  const one = path.match(/^(.*\/(tokens|routing|steps\/[^/]+))\/(\d+)$/);
+  if (one) {
+    const number = Number(one[3]);
+    const outside = OUTSIDE[one[2].split('/')[0]];
+    const details = await (await ask(keyOf(`${one[1]}/${number - (number % bundle.chunk)}`, { rep }), outside)).json();
+    return details[number] ? json(details[number]) : ask(null, outside);
   }
-  if (/\/seqs$/.test(path)) {
-    const page = await (await saved(bundle, keyOf(path, { rep }), init)).json();
+  const sites = path.match(/^(.*)\/layers\/(\d+)$/);
+  if (sites) {
+    const [tile] = await tiles(bundle, `${sites[1]}/site-values`, { rep, start: sites[2], end: Number(sites[2]) + 1 }, init);
+    return json(siteRows(tile, Number(sites[2])));
+  }
+  const last = path.slice(path.lastIndexOf('/') + 1);
+  if (last === 'seqs') {
+    const page = await (await ask(keyOf(path, { rep }))).json();
     const rows = listed(page.rows, params);
-    if (!rows) return problem(400, 'bad parameter', 'q: conditions need the viewer; words filter here', 'q');
+    if (!rows) return problem(400, 'bad parameter', `q: words filter here; conditions need ${command()}`, 'q');
     return json({ ...page, sort: params.sort || page.sort, rows, matched: rows.length });
   }
   const over = path.match(/^(.*\/seqs\/([^/]+))\/(sides\/)?over$/);
   if (over) return json(await walk(bundle, over[1], Boolean(over[3]), params, init));
-  if (/\/tokens$/.test(path)) return saved(bundle, keyOf(path, { rep, start: params.start, end: params.end }), init);
-  if (/\/sides(\/info)?$/.test(path)) return saved(bundle, keyOf(path, { a, b, start: params.start, end: params.end }), init);
-  return saved(bundle, keyOf(path, { rep }), init);
+  if (last === 'tokens') {
+    // a part of a window is answered with all of it, which says where it begins
+    const [, , run, , seq] = path.split('/').map(decodeURIComponent);
+    const start = params.start - (params.start % bundle.window);
+    return ask(keyOf(path, { rep, start, end: Math.min(start + bundle.window, bundle.lengths[run]?.[seq]) }));
+  }
+  if (/\/sides(\/info)?$/.test(path)) return ask(keyOf(path, { a, b, start: params.start, end: params.end }));
+  if (last === 'heat') return heat(bundle, path, params, init);
+  if (last === 'front') return ask(keyOf(path, { rep, threshold: params.threshold }));
+  if (last === 'routing') return ask(keyOf(path, { rep, start: params.start, end: params.end, bins: params.bins, layers: params.layers }), 'Routing is here in windows of 2,048 positions.');
+  if (last === 'tactics') return json(chosen(await (await ask(keyOf(path, { rep }))).json(), params));
+  if (last === 'timeline') {
+    const [t0, t1] = windowOf(bundle.timeline[path.split('/')[2]] || [], params.t0, params.t1) || [];
+    return ask(keyOf(path, { rep, t0, t1 }));
+  }
+  if (last === 'weights' && params.version) {
+    const parts = await (await ask(keyOf(`${path}/versions`, { rep }))).json();
+    const part = parts.find(({ digests }) => digests.versions.includes(Number(params.version)));
+    return json({ ...await (await ask(keyOf(path, { rep }))).json(), ...part });
+  }
+  return ask(keyOf(path, { rep }));
+}
+
+/** The tile that is asked for, from those of one position a cell. */
+async function heat(bundle, path, params, init) {
+  const [start, end] = [Number(params.start), Number(params.end)];
+  const { arrays, metadata } = binned(await tiles(bundle, path, { ...params, sites: '*', bins: null }, init),
+    { start, end, bins: params.bins && Number(params.bins), sites: params.sites });
+  return new Response(encode(arrays, metadata));
+}
+
+/** What was saved of positions start to end, in tiles. */
+async function tiles(bundle, path, { start, end, ...params }, init) {
+  const place = path.slice(0, path.lastIndexOf('/'));
+  const { n } = await (await saved(bundle, keyOf(`${place}/layers`, { rep: params.rep }), init)).json();
+  const asked = [];
+  for (let at = start - (start % bundle.tile); at < end; at += bundle.tile) {
+    const key = keyOf(path, { ...params, start: at, end: Math.min(at + bundle.tile, n) });
+    asked.push(saved(bundle, key, init).then((answer) => answer.arrayBuffer()).then(decode));
+  }
+  return Promise.all(asked);
 }
 
 /** The next position over a threshold, from the windows. */

@@ -4,6 +4,7 @@ import { h, num, put } from './dom.js';
 import { NONE, count, plural } from './format.js';
 import { ns } from './lanes.js';
 import { link } from './route.js';
+import { scroller } from './scroll.js';
 
 /** The head of a table. */
 export function head(names) {
@@ -29,7 +30,7 @@ export function drawStep(panel, data, state, whole) {
     h('h2', {}, `Step ${count(data.step)} `, h('span', { class: 'neighbours' }, to(data.previous, 'previous', 'step-previous'), ' ', to(data.next, 'next', 'step-next'))),
     h('table', { class: 'facts' }, h('tbody', {}, facts.map(([n, v]) => h('tr', {}, h('th', { scope: 'row' }, n), h('td', {}, v))))),
     h('h3', {}, data.batch.of ? `Ran together: ${plural(data.batch.of, 'row')}` : 'Rows'),
-    data.batch.of ? h('div', { class: 'scroll' }, h('table', { class: 'data', id: 'batch' },
+    data.batch.of ? scroller('Rows of the step', h('table', { class: 'data', id: 'batch' },
       head(['row', 'sequence', 'positions', 'kind', 'version', ...(drafts ? ['drafts'] : []), ...(sources ? ['KV'] : [])]),
       h('tbody', {}, data.batch.rows.map((r) => h('tr', {},
         h('td', { class: 'n' }, r.row),
@@ -43,6 +44,6 @@ export function drawStep(panel, data, state, whole) {
     data.batch.of > data.batch.rows.length ? h('p', { class: 'hint' }, `The first ${count(data.batch.rows.length)} of ${count(data.batch.of)} rows.`) : null,
     h('details', {}, h('summary', {}, `Kernel choices known by then, ${data.graph === null ? 'eager' : `in graph ${data.graph}`}: ${count(data.tactics.of)}`),
       data.tactics.timed ? null : h('p', { class: 'hint' }, 'The step has no time: all choices of the tape are listed.'),
-      h('div', { class: 'scroll' }, h('table', { class: 'data' }, head(['op', 'implementation', 'tactic', 'source']),
+      scroller('Kernel choices', h('table', { class: 'data' }, head(['op', 'implementation', 'tactic', 'source']),
         h('tbody', {}, data.tactics.rows.map((t) => h('tr', {}, h('td', { class: 'mono wrap', title: t.key }, t.op), h('td', { class: 'wrap' }, t.implementation ?? NONE), h('td', { class: 'mono wrap' }, t.tactic ?? NONE), h('td', {}, t.source))))))));
 }

@@ -5,6 +5,7 @@ import { h, put } from './dom.js';
 import { NONE, count, plural, short } from './format.js';
 import { notice } from './notices.js';
 import { current } from './route.js';
+import { scroller } from './scroll.js';
 
 /** Fills `section` with the table; the filter stands beside it. */
 export async function tacticTable(section, path, signal) {
@@ -51,7 +52,7 @@ function draw(body, data, query, load) {
   put(body,
     data.total ? h('p', { class: 'counts', id: 'tactic-counts' }, `${count(data.matched)} of ${plural(data.total, 'choice')}`,
       data.b ? (data.b_recorded ? `; A and B differ in ${count(data.differ)}` : '; B recorded none') : '; tape B is not open') : null,
-    data.rows.length ? h('div', { class: 'scroll' }, h('table', { class: 'data tactics', id: 'tactics' },
+    data.rows.length ? scroller('Kernel choices', h('table', { class: 'data tactics', id: 'tactics' },
       h('thead', {}, h('tr', {}, names.map((n) => h('th', { scope: 'col' }, n)))), h('tbody', {}, rows.filter(Boolean))))
       : data.total ? notice({ level: 'info', title: 'The filter leaves no choice', text: `None of ${plural(data.total, 'choice')} matches ${query}.` }) : null,
     h('p', { class: 'pager' },

@@ -32,3 +32,16 @@ apply();
 export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
+
+/** Sizes and empties a canvas for the pixels of the screen; its pen, which counts in those of the page. */
+export function cleared(canvas, width, height) {
+  const ratio = devicePixelRatio || 1;
+  canvas.style.height = `${height}px`;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  const pen = canvas.getContext('2d');
+  pen.scale(ratio, ratio);
+  pen.fillStyle = colour('ground');
+  pen.fillRect(0, 0, width, height);
+  return pen;
+}

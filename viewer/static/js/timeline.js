@@ -3,10 +3,12 @@
 import { getJson, runPath, scope } from './api.js';
 import { h, num, put } from './dom.js';
 import { NONE, count, plural } from './format.js';
+import { COMMAND, leftOut } from './folder.js';
 import { LEFT, MARK_LETTERS, Picture, TOP } from './lanepaint.js';
-import { MARKS, clamp, describe, describeBin, hit, ns, pan, spanAt, toAbsolute, toOffset, zoom } from './lanes.js';
+import { MARKS, clamp, describe, describeBin, entry, hit, inside, ns, pan, spanAt, toAbsolute, toOffset, zoom } from './lanes.js';
 import { notice } from './notices.js';
 import { current, go, integer, link, replace } from './route.js';
+import { scroller } from './scroll.js';
 import { say, whisper } from './shell.js';
 import { drawStep, head } from './steppanel.js';
 import { tacticTable } from './tactics.js';
@@ -104,6 +106,7 @@ class Page extends Picture {
       whole.axis === 'step' ? notice({ level: 'warn', title: 'No times: the axis is the number of the step',
         text: `${plural(whole.untimed, 'step')} of ${count(whole.steps)} ${whole.untimed === 1 ? 'has' : 'have'} no time, so durations, events and weight versions have no place here. Tapes of this version of rolltape record the time of each step.` }) : null,
       (whole.problems || []).map((p) => notice({ level: 'error', title: 'Damaged shard', text: `${p}. Everything else is served.` })),
+      leftOut('Not all of the schedule is in this folder', `Whole are the steps that drew a token of its sequences. ${whole.bins ? 'Elsewhere steps are put together in bins, however close one comes. ' : ''}Perfetto and CSV files are not written.`),
       this.outside,
       h('div', { class: 'work tl' },
         h('div', { class: 'left' },
@@ -155,13 +158,11 @@ class Page extends Picture {
   /** Indices of the spans that reach into the view. */
   inView() {
     const { spans } = this.data;
-    const [t0, t1] = this.view;
-    const found = [];
-    if (spans) spans.t.forEach((t, i) => { if (t < t1 && t + (spans.duration[i] || 0) >= t0) found.push(i); });
-    return found;
+    return spans ? [...spans.t.keys()].filter((i) => inside(spans, i, this.view)) : [];
   }
 
   async load() {
+    clearTimeout(this.settle);
     this.loading.abort();
     this.loading = new AbortController();
     const { signal } = this.loading;
@@ -185,14 +186,13 @@ class Page extends Picture {
     this.drawEvents();
   }
 
-  /** Puts the cursor on the step of the address, or keeps it near where it was. */
+  /** Puts the cursor on the step of the address, if it is among what was loaded. */
   seat(state) {
     const { spans } = this.data;
-    if (!spans) return;
-    const [lane, step] = [state.params.get('lane'), integer(state.params.get('step'))];
-    const found = step === null ? -1 : spans.step.findIndex((s, i) => s === step && this.laneEngine(i) === engineOf(lane, this.data));
-    if (found >= 0) this.at = { span: found };
-    else if (!this.at || this.at.span >= spans.t.length) this.at = null;
+    const step = integer(state.params.get('step'));
+    const engine = engineOf(state.params.get('lane'), this.data);
+    const found = !spans || step === null ? -1 : spans.step.findIndex((s, i) => s === step && this.laneEngine(i) === engine);
+    this.at = found < 0 ? null : { span: found };
   }
 
   laneEngine(i) {
@@ -250,7 +250,8 @@ class Page extends Picture {
     this.at = { span: i };
     const [t0, t1] = this.view;
     const end = span.t + (span.duration || 0);
-    if (span.t < t0 || end > t1) {
+    const least = 0.2 * Math.min(end - span.t, t1 - t0); // so much of it in view is enough to see it
+    if (!inside(this.data.spans, i, this.view) || Math.min(end, t1) - Math.max(span.t, t0) < least) {
       const width = Math.max(t1 - t0, (span.duration || 0) * 1.2);
       this.view = clamp(span.t - width / 2, span.t + width / 2, this.whole.extent, this.least);
     }
@@ -264,19 +265,27 @@ class Page extends Picture {
     whisper(describe(span, this.whole.axis));
   }
 
-  /** The next step of the same engine, in whatever lane. */
+  /** The step under the cursor, where the reader can see it. */
+  seen() {
+    return this.chosen() && inside(this.data.spans, this.at.span, this.view) ? this.at.span : null;
+  }
+
+  /** The next step of the same engine, in whatever lane; of what is in view, if the cursor is not. */
   async walk(by) {
+    if (!this.covers()) await this.load(); // the view has just moved
     if (!this.data.spans) {
       say('zoom in until single steps are shown (W)');
       return;
     }
     const { spans } = this.data;
     const state = current();
-    let here = this.at && this.at.span;
-    if (here === undefined || here === null) {
-      here = spans.t.findIndex((t, i) => t + (spans.duration[i] || 0) >= this.view[0]);
-      if (here < 0) say('no step in this window');
-      else this.select(here, { step: true });
+    const here = this.seen();
+    if (here === null) {
+      const wanted = engineOf(state.params.get('lane'), this.data);
+      const same = entry(spans, this.view, by < 0, (i) => this.laneEngine(i) === wanted);
+      const found = same >= 0 && inside(spans, same, this.view) ? same : entry(spans, this.view, by < 0);
+      if (found < 0) say('no step near this window; F fits the whole');
+      else this.select(found, { step: true });
       return;
     }
     const engine = this.laneEngine(here);
@@ -301,11 +310,11 @@ class Page extends Picture {
 
   /** To the nearest step of another lane. */
   lane(by) {
-    const here = this.chosen();
-    if (!here) {
+    if (this.seen() === null) {
       this.walk(1);
       return;
     }
+    const here = this.chosen();
     const { spans } = this.data;
     for (let lane = spans.lane[this.at.span] + by; lane >= 0 && lane < this.data.lanes.length; lane += by) {
       let best = -1;
@@ -417,14 +426,14 @@ class Page extends Picture {
     const time = whole.axis === 'time';
     put(this.note, `${width} shown, ${data.spans ? plural(this.inView().length, 'step') : `${plural(data.in_window, 'step')} as bins`}`);
     put(this.explain, data.bins
-      ? 'Too many steps for single ones: a bar is the share of time of that kind in its bin, each at least a line. Zoom in for steps.'
+      ? `Too many steps for single ones: a bar is the share of time of that kind in its bin, each at least a line. ${COMMAND ? 'Single steps are here where the sequences of this folder ran.' : 'Zoom in for steps.'}`
       : time ? 'A bar is as high as its step has rows. Its length is the time until the next step of that engine begins: only starts are recorded, so waiting counts. The last step of an engine has no length.'
         : 'A bar is as high as its step has rows; each is one step wide.',
     data.spans && !data.spans.flags ? ` R, C, \u2026 and V are shown for up to ${count(data.flags_limit)} rows: zoom in.` : '');
     const state = current();
     const base = { ...scope(state), t0: toAbsolute(this.view[0], whole.origin), t1: toAbsolute(Math.ceil(this.view[1]), whole.origin) };
     const file = (format, text) => h('a', { href: `${this.path('timeline')}?${new URLSearchParams({ ...base, format })}`, download: '', class: 'button', id: `save-${format}` }, text);
-    put(this.files, file('perfetto', 'Perfetto'), ' ', file('csv', 'CSV'));
+    if (!COMMAND) put(this.files, file('perfetto', 'Perfetto'), ' ', file('csv', 'CSV'));
   }
 
   drawReadout() {
@@ -455,7 +464,7 @@ class Page extends Picture {
     const shown = inView.slice(0, 500);
     const time = whole.axis === 'time';
     put(this.table, summary,
-      h('div', { class: 'scroll' }, h('table', { class: 'data', id: 'span-table' },
+      scroller('Steps in view', h('table', { class: 'data', id: 'span-table' },
         head(['engine', 'step', 'kind', ...(time ? ['start', 'until next'] : []), 'rows', 'tokens', 'padding', 'graph', 'attention', 'experts', 'cache', 'rows of kind']),
         h('tbody', {}, shown.map((i) => {
           const s = spanAt(data, i);
@@ -475,7 +484,7 @@ class Page extends Picture {
     this.eventList.hidden = !all.length;
     const open = (event) => (event.seq ? h('a', { href: link(current(), { screen: 'seq', seq: event.seq }) }, event.seq) : NONE);
     put(this.eventList, h('summary', {}, `Events${this.whole.axis === 'time' ? ' near this window' : ''}: ${all.map(([k, n]) => `${count(n)} ${k.replace('_', ' ')}`).join(', ')}`),
-      h('div', { class: 'scroll' }, h('table', { class: 'data' }, head(['', 'event', 'at', 'sequence', 'what']),
+      scroller('Events', h('table', { class: 'data' }, head(['', 'event', 'at', 'sequence', 'what']),
         h('tbody', {}, events.slice(0, 200).map((e) => h('tr', {}, h('td', {}, h('b', {}, MARK_LETTERS[e.kind])), h('td', {}, e.kind.replace('_', ' '), e.count > 1 ? ` \u00d7 ${count(e.count)}` : ''),
           num(e.t === null ? NONE : ns(e.t, 1e5)), h('td', { class: 'mono' }, open(e)), h('td', { class: 'wrap' }, e.detail)))))));
   }
@@ -505,7 +514,7 @@ class Page extends Picture {
     } catch (error) {
       if (error.name === 'AbortError') return;
       if (!error.problem) throw error;
-      put(this.panel, notice({ level: 'warn', title: `No step ${count(step)}`, text: error.message }));
+      put(this.panel, notice({ level: 'warn', title: COMMAND ? `Step ${count(step)} is not in this folder` : `No step ${count(step)}`, text: error.message }));
     } finally {
       if (!signal.aborted) this.panel.removeAttribute('aria-busy');
     }

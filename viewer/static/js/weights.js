@@ -6,6 +6,7 @@ import { NONE, count, percent, plural } from './format.js';
 import { engineName, ns, tickText, ticks } from './lanes.js';
 import { notice } from './notices.js';
 import { current, go, integer, link } from './route.js';
+import { scroller } from './scroll.js';
 import { say, whisper } from './shell.js';
 
 const WIDTH = 1000;
@@ -130,7 +131,7 @@ function bands(data, state, version) {
     drawn.map(band),
     marks.slice(0, MOST_BANDS).map((u) => svg('path', { d: `M${x(at(u.t_ns))} ${height - 20} l-4 -8 h8 z`, class: `mark ${u.state}` }, svg('title', {}, `update ${u.state}: ${u.detail}`))));
   return section('Over time',
-    h('div', { class: 'scroll' }, picture),
+    scroller('Versions over time', picture),
     h('p', { class: 'hint' }, 'A band is a version in place; a red, dashed one is dirty: an update was writing. Triangles are updates as they were asked for or reported. Pick a version to see its digests.',
       every > 1 ? ` One band in ${every} is drawn.` : ''),
     stateTable(data, state, origin));
@@ -144,7 +145,7 @@ function clip(text, wide) {
 function stateTable(data, state, origin) {
   const shown = data.states.slice(0, 500);
   return h('details', { id: 'as-table' }, h('summary', {}, 'As a table'),
-    h('div', { class: 'scroll' }, h('table', { class: 'data' }, head(['engine', 'version', 'name', 'state', 'from', 'lasted', 'steps meanwhile', 'reason']),
+    scroller('States of the weights', h('table', { class: 'data' }, head(['engine', 'version', 'name', 'state', 'from', 'lasted', 'steps meanwhile', 'reason']),
       h('tbody', {}, shown.map((s) => h('tr', { class: s.state === 'dirty' ? 'differs' : null },
         h('td', { class: 'mono' }, engineName(s.engine, data.engines)),
         h('th', { scope: 'row', class: 'n' }, h('a', { href: link(state, { params: { version: s.version } }) }, s.version)),
@@ -176,7 +177,7 @@ function digests(data, state, version) {
     h('p', { class: 'pager' }, `versions ${count(low)} to ${count(high)} of ${count(d.first)} to ${count(d.last)}`,
       low > d.first ? to(Math.max(d.first, low - 1), 'earlier', 'earlier') : null,
       high < d.last ? to(Math.min(d.last, high + 8), 'later', 'later') : null),
-    h('div', { class: 'scroll tall', tabindex: 0 }, h('table', { class: 'data digests', id: 'digests' },
+    scroller('Digests of tensor groups', h('table', { class: 'data digests tall', id: 'digests' },
       h('thead', {}, h('tr', {}, h('th', { scope: 'col' }, 'group'), d.versions.map((v) => h('th', { scope: 'col', class: v === version ? 'here' : null }, to(v, name(v, labels[v])))))),
       h('tbody', {}, d.groups.map((g) => h('tr', { class: g.cells.some((c) => c.engines === 'differs') ? 'differs' : null }, h('th', { scope: 'row' }, g.group || 'whole model'), g.cells.map(cell)))))),
     reasons.length ? h('details', {}, h('summary', {}, `\u2020 not comparable with other implementations: ${plural(reasons.length, 'reason')}`), h('ul', {}, reasons.map((r) => h('li', {}, r)))) : null);
@@ -187,7 +188,7 @@ function against({ against_b: b }) {
   const verdict = h('p', {}, h('strong', { class: `verdict v-${{ match: 'identical', mismatch: 'divergent' }[b.state] || b.state}` }, `${b.state}: ${words[b.state]}`), b.reason ? `: ${b.reason}` : '',
     b.paired_by ? h('span', { class: 'hint' }, ` \u00b7 versions paired by their ${b.paired_by}; ${Object.entries(b.counts).map(([k, n]) => `${count(n)} ${k}`).join(', ')}`) : null);
   const shown = b.mismatches.length ? [...b.mismatches, ...b.rows.filter((r) => r.result !== 'mismatch')] : b.rows;
-  return section('A against B', verdict, shown.length ? h('div', { class: 'scroll tall', tabindex: 0 }, h('table', { class: 'data', id: 'against' },
+  return section('A against B', verdict, shown.length ? scroller('A against B', h('table', { class: 'data tall', id: 'against' },
     head(['version', 'group', 'A', 'B', 'verdict']),
     h('tbody', {}, shown.slice(0, 400).map((r) => h('tr', { class: r.result === 'mismatch' ? 'differs' : null },
       h('td', {}, r.version === r.version_b ? name(r.version, r.label) : `${name(r.version, r.label)} / v${r.version_b}`),
@@ -214,7 +215,7 @@ function staleness({ staleness: s }) {
 function straddling({ straddling: s }, state) {
   return section('Sequences that straddle an update',
     h('p', {}, h('strong', {}, count(s.count)), ` of ${plural(s.known, 'sequence')} with known versions`, s.of > s.known ? h('span', { class: 'hint' }, `; ${count(s.of - s.known)} have none`) : null),
-    s.rows.length ? h('div', { class: 'scroll tall', tabindex: 0 }, h('table', { class: 'data', id: 'straddling' }, head(['sequence', 'versions', 'tokens']),
+    s.rows.length ? scroller('Sequences that straddle an update', h('table', { class: 'data tall', id: 'straddling' }, head(['sequence', 'versions', 'tokens']),
       h('tbody', {}, s.rows.map((r) => h('tr', {}, h('th', { scope: 'row', class: 'mono' }, h('a', { href: link(state, { screen: 'seq', seq: r.seq }) }, r.seq)), h('td', { class: 'n' }, `${r.from} to ${r.to}`), num(count(r.length))))))) : null,
     s.count > s.rows.length ? h('p', { class: 'hint' }, `The first ${count(s.rows.length)}.`) : null);
 }
@@ -225,13 +226,13 @@ function updates(data) {
     ? u.applied === true ? 'asked for, and in place later' : u.applied === false ? h('strong', { class: 'bad' }, 'asked for, never in place') : 'asked for; versions have no names'
     : u.state === 'failed' ? h('strong', { class: 'bad' }, 'failed') : 'applied');
   return section('Updates, asked for and applied', h('details', { open: data.updates.length <= 12 || null }, h('summary', {}, plural(data.updates.length, 'update')),
-    h('div', { class: 'scroll' }, h('table', { class: 'data', id: 'updates' }, head(['time, ns', 'engine', 'name', 'version', 'what came of it', 'detail']),
+    scroller('Updates', h('table', { class: 'data', id: 'updates' }, head(['time, ns', 'engine', 'name', 'version', 'what came of it', 'detail']),
       h('tbody', {}, data.updates.slice(0, 500).map((u) => h('tr', { class: u.applied === false || u.state === 'failed' ? 'differs' : null },
         h('td', { class: 'mono' }, u.t_ns), h('td', { class: 'mono' }, (u.engine || NONE).slice(0, 8)), h('th', { scope: 'row' }, u.label ?? NONE), num(u.version ?? NONE), h('td', {}, result(u)), h('td', { class: 'wrap' }, u.detail))))))));
 }
 
 function engines(data) {
-  return section('Engines', h('div', { class: 'scroll' }, h('table', { class: 'data' }, head(['engine', 'role', 'adapter', 'dtype', 'quantisation', 'versions that made tokens']),
+  return section('Engines', scroller('Engines', h('table', { class: 'data' }, head(['engine', 'role', 'adapter', 'dtype', 'quantisation', 'versions that made tokens']),
     h('tbody', {}, data.engines.map((e) => h('tr', {}, h('th', { scope: 'row', class: 'mono' }, e.id), h('td', {}, e.role ?? NONE), h('td', {}, e.adapter ?? NONE), h('td', {}, e.dtype ?? NONE),
       h('td', {}, e.quantization.join(', ') || 'none recorded'), h('td', { class: 'n' }, e.used ? (e.used[0] === e.used[1] ? e.used[0] : `${e.used[0]} to ${e.used[1]}`) : NONE)))))));
 }
