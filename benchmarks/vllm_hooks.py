@@ -167,6 +167,9 @@ class Pairs:
     """Runs of one engine, recorded and not, in turn: on, off, off, on."""
 
     def __init__(self, session: Any) -> None:
+        from rolltape.recorder.options import TAPE_VARIABLE
+
+        os.environ.pop(TAPE_VARIABLE, None)  # else a hook that finds no session starts one
         self._session, self._seen = session, 0
         self.seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
 

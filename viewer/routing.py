@@ -14,6 +14,7 @@ import numpy as np
 from rolltape.store.routes import Routes, join_routes
 from rolltape.store.sequences import Sequence
 from rolltape.viewer.agreement import EDGES, RULES, STATES, Both, align, compare, margin_histogram
+from rolltape.viewer.answers import bad_parameter
 from rolltape.viewer.arrays import encode
 from rolltape.viewer.columns import MAX_WINDOW
 from rolltape.viewer.detail import float_text
@@ -64,6 +65,19 @@ def own_choice(sequence: Sequence, start: int, end: int, layers: set[int] | None
     return None
 
 
+def _check_layers(pair: Pair, name: str, start: int, end: int, wanted: set[int]) -> None:
+    """Nothing of these layers is there: whether others are."""
+    known = {
+        layer
+        for s in (pair.find(name), pair.partner(name))
+        if s is not None and (side := own_choice(s, start, end, None)) is not None
+        for layer in side.routes.layers
+    }
+    if known:
+        text = f"no routes of layer {min(wanted)}; recorded are {min(known)} to {max(known)}"
+        raise bad_parameter("layers", text)
+
+
 def routing(
     pair: Pair,
     name: str,
@@ -85,13 +99,15 @@ def routing(
         alone also `load` uint32 [2, experts], choices of A and B by expert.
 
     Raises:
-        Problem: 404, no such sequence; 409, routes of two kinds.
+        Problem: 404, no such sequence; 409, routes of two kinds; 400, no such layers.
     """
     wanted = None if layers is None else set(layers)
     found_sides = [
         own_choice(s, start, end, wanted) if s is not None else None
         for s in (pair.find(name), pair.partner(name))
     ]
+    if wanted and not any(found_sides):
+        _check_layers(pair, name, start, end, wanted)
     n = end - start
     like = next((s.routes for s in found_sides if s is not None), None)
     sides = [s if s is not None else Side("none", _nothing(like, n)) for s in found_sides]

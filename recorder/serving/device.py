@@ -29,6 +29,11 @@ class RouteBuffer:
         with torch.inference_mode(False):
             self.ids = torch.full((tokens, layers, k), -1, dtype=torch.int16, device=device)
 
+    @property
+    def per_token(self) -> tuple[int, int]:
+        """(layers, experts of each)."""
+        return int(self.ids.shape[1]), int(self.ids.shape[2])
+
     def hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """What is called with the ids [rows, k] of one layer; no host state is asked."""
         ids = self.ids

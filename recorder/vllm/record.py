@@ -23,16 +23,14 @@ from rolltape.recorder.serving.blocks import Blocks
 from rolltape.recorder.serving.device import Outlet, RouteBuffer
 from rolltape.recorder.serving.distribution import (
     device_measure,
-    measure,
     measure_verified,
-    most_listed,
-    pack,
     table_layout,
 )
+from rolltape.recorder.serving.drawn import Drawn
 from rolltape.recorder.serving.prefix import Prefix
 from rolltape.recorder.serving.ranks import Rank
 from rolltape.recorder.serving.scribe import Scribe, prompt_job
-from rolltape.recorder.serving.steady import Alike, Steady, follow_blocks, write_table
+from rolltape.recorder.serving.steady import Alike, Steady, follow_blocks
 from rolltape.recorder.session import MAX_FAULTS, Session
 from rolltape.recorder.settings import record_settings
 from rolltape.recorder.top import check_top, top_logprobs
@@ -439,80 +437,54 @@ class Recorder:
         scale = None
         if raw is not None and self._batch.warm and temperature is not None:
             scale = torch.where(temperature < 1e-5, 1.0, temperature).float()
-        if raw is None or cut is None or cut.shape != raw.shape or not self.wants_masked:
+        if raw is None or len(raw) != self._running:
+            if self._quiet:
+                self._loud()
+                self.take_routes()
+            self._several(token, scale)
+            return
+        if cut is not None and (cut.shape != raw.shape or not self.wants_masked):
             cut = None
-        if kind is None:
-            own = None
-        self._source = "recomputed" if own is None else "engine"
-        most = most_listed(self._batch.top_k) if cut is not None else 0
-        whole = raw is not None and len(raw) == self._running
-        mine = None if kind == "raw" and scale is None else raw
-        if self._quiet and whole and (cut is None or most):
-            self._keep(token, mine, cut, scale, own, kind, most)
+        drawn = Drawn(
+            token=token, raw=raw, cut=cut, scale=scale, own=own if kind is not None else None,
+            kind=kind, top_k=self._batch.top_k,
+        )  # fmt: skip
+        self._source = "recomputed" if drawn.own is None else "engine"
+        if self._quiet and drawn.listed:
+            self._keep(drawn)
             return
         if self._quiet:
             self._loud()
             self.take_routes()
-        values, rows = self._device_values, self._rows
-        if raw is None or rows is None or not whole:
-            values["token"] = token
-            if raw is not None and rows is not None:  # drafts were verified: rows of logits each
-                self._source = "recomputed"
-                values |= measure_verified(
-                    token=token, raw=raw, drafted=rows.drafted, temperature=scale
-                )
-            return
         if self._measure is not None:
-            words, layout = table_layout(
-                self._running, most=most, raw=mine is not None,
-                scaled=mine is not None and scale is not None, masked=cut is not None,
-                own=kind if own is not None else None,
-            )  # fmt: skip
-            out = torch.empty(words, dtype=torch.int32, device=raw.device)
-            self._measure(
-                out=out, token=token, raw=mine, masked=cut, temperature=scale, own=own, most=most
-            )
-            self._table = Table(data=out, layout=layout)
-            if cut is not None and not most:
-                values["bitmap"] = pack(cut)
+            self._table = drawn.table(self._measure)
+            self._device_values |= drawn.bitmap()
         else:
-            values["token"] = token
-            values |= measure(
-                token=token, raw=mine, masked=cut, temperature=scale, top_k=self._batch.top_k
-            )
-            if own is not None and kind is not None:
-                values[kind] = own
+            self._device_values |= drawn.values()
         if self._top:
             logprobs = raw.log_softmax(-1, dtype=torch.float32)
             ids, best, tail = top_logprobs(logprobs, self._top)
-            values |= {"top_ids": ids.to(torch.int32), "top_logprobs": best, "tail": tail}
+            more = {"top_ids": ids.to(torch.int32), "top_logprobs": best, "tail": tail}
+            self._device_values |= more
 
-    def _keep(
-        self,
-        token: torch.Tensor,
-        raw: torch.Tensor | None,
-        cut: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        own: torch.Tensor | None,
-        kind: str | None,
-        most: int,
-    ) -> None:
-        """Leave all that is wanted of a quiet step on the device; arguments as in `sampled`."""
-        rows, batch, buffer = self._running, self._batch, self._buffer
-        scaled = raw is not None and scale is not None
-        own_name = kind if own is not None else None
-        version = self.versions.current
-        key = (
-            batch, self._graph, self.padded, version, self._vocab,
-            raw is None, scaled, cut is None, own_name, most,
-        )  # fmt: skip
+    def _several(self, token: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """There are no logits, or several rows of them a request: those of its drafts."""
+        self._source = "recomputed"
+        self._device_values["token"] = token
+        if self._raw is not None and self._rows is not None:
+            self._device_values |= measure_verified(
+                token=token, raw=self._raw, drafted=self._rows.drafted, temperature=scale
+            )
+
+    def _keep(self, drawn: Drawn) -> None:
+        """Leave all that is wanted of a quiet step on the device."""
+        batch, buffer, version = self._batch, self._buffer, self.versions.current
+        shape = drawn.shape(None if buffer is None else buffer.per_token)
+        key = batch, self._graph, self.padded, version, self._vocab, *shape.values()
+        assert self._same is not None and self._start is not None
         if not self._steady.goes_on(key):
             self.blocks.collect()
-            words, layout = table_layout(
-                rows, most=most, raw=raw is not None, scaled=scaled, masked=cut is not None,
-                own=own_name, routes=None if buffer is None else tuple(buffer.ids.shape[1:]),
-            )  # fmt: skip
-            assert self._same is not None
+            words, layout = table_layout(self._running, **shape)
             facts = {
                 "version": version, "vocab": self._vocab, "source": self._source,
                 "padded": self.padded, "graph": self._graph, "columns": self._columns,
@@ -524,21 +496,7 @@ class Recorder:
                 facts=facts,
             )  # fmt: skip
             self._steady.begin(key, alike)
-        out = self._steady.slot
-        if self._measure is not None:
-            self._measure(
-                out=out, token=token, raw=raw, masked=cut, temperature=scale, own=own, most=most,
-                routes=None if buffer is None else buffer.ids,
-            )  # fmt: skip
-        else:
-            values = measure(token=token, raw=raw, masked=cut, temperature=scale, top_k=batch.top_k)
-            values["token"] = token
-            if own is not None and kind is not None:
-                values[kind] = own
-            if buffer is not None:
-                values["routes"] = buffer.take(rows)
-            write_table(out, self._steady.layout, values)
-        assert self._start is not None
+        drawn.write(self._measure, self._steady.slot, self._steady.layout, buffer)
         cached = self.scheduled.scheduled_cached_reqs if self._size else None
         self._steady.add(self._number, self._t_ns, self._start, cached)
         self._kept = True

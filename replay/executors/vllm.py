@@ -300,7 +300,10 @@ class _Driver:
         self._seen: list[dict[str, tuple[int, int]]] = []
         self.left_off: str | None = None
         self._patches = Patches()
-        self._patches.around(type(self._scheduler), "schedule", self._watch)
+        # a scheduler may inherit what it does not change, as the asynchronous one does
+        if not self._patches.around(type(self._scheduler), "schedule", self._watch, inherited=True):
+            self.close()
+            raise UsageError("the scheduler of this vLLM has no `schedule` to look at")
 
     def close(self) -> None:
         """Undo the patches and stop the engine."""

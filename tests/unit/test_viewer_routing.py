@@ -113,8 +113,10 @@ def test_a_bad_parameter_is_named(
 def test_layers_that_nobody_recorded_are_not_there(api: Api, scene: Scene) -> None:
     arrays, _ = window(api, scene.id("0-0.1"), layers="3,77")
     assert arrays["layers"].tolist() == [3]
-    arrays, _ = window(api, scene.id("0-0.1"), layers="77")
-    assert arrays["map"].shape[0] == 0
+    path = api.at("seqs", scene.id("0-0.1"), "routing")
+    problem = api.fails(400, path, layers="77")
+    assert problem["field"] == "layers"
+    assert "no routes of layer 77; recorded are" in problem["detail"]
 
 
 def test_an_empty_window(api: Api, scene: Scene) -> None:
