@@ -21,6 +21,7 @@ from rolltape.store.errors import DamagedShardError
 from rolltape.store.messages import MOST_BYTES, MOST_PER_BYTE, MOST_ROWS
 
 _RECORD_BATCH, _ZSTD = 3, 1  # MessageHeader, CompressionType
+_MARKER = 0xFFFFFFFF  # how a message begins
 _INT64 = struct.Struct("<q")
 _int32, _uint32, _uint16, _uint8 = (struct.Struct("<" + form).unpack_from for form in "iIHB")
 _int64 = _INT64.unpack_from
@@ -72,7 +73,9 @@ def parts_of(message: memoryview) -> Parts:
 
 
 def _parts(message: memoryview) -> Parts:
-    (length,) = _int32(message, 4)
+    marker, length = struct.unpack_from("<Ii", message)
+    if marker != _MARKER:  # else a stream would end here
+        raise DamagedShardError("a message begins otherwise")
     if not 0 < length <= len(message) - 8:
         raise DamagedShardError("its metadata does not fit")
     metadata, body = message[: 8 + length], message[8 + length :]
@@ -88,6 +91,8 @@ def _parts(message: memoryview) -> Parts:
         (where,) = _fields(metadata, _at(metadata, compression), 1)
         codec = _uint8(metadata, where)[0] if where else 0
     first, number = _vector(metadata, vector, 16)
+    if not 0 <= first <= len(metadata) or not 0 <= size <= len(metadata) - 8:
+        raise DamagedShardError("an offset points outside")
     buffers = struct.unpack_from(f"<{2 * number}q", metadata, first)
     claims, total = [], 0
     most = MOST_BYTES + MOST_PER_BYTE * len(message)
@@ -186,9 +191,15 @@ class Decoder:
             return None
         pieces: list[_Bytes] = [self._head]
         for parts, found in zip(run, self._contents(self._buffers, run), strict=True):
-            _add_message(pieces, parts, found)
+            try:
+                _add_message(pieces, parts, found)
+            except struct.error as error:
+                raise DamagedShardError("an offset points outside") from error
         stream = pa.ipc.open_stream(pa.py_buffer(b"".join(pieces)), options=self._options)
-        return [stream.read_next_batch() for _ in run]
+        try:
+            return [stream.read_next_batch() for _ in run]
+        except (EOFError, StopIteration) as error:
+            raise DamagedShardError("a message ends early") from error
 
     def _contents(self, wanted: Sequence[int], run: Sequence[Parts]) -> list[dict[int, _Bytes]]:
         """Of each batch what its buffers hold, by their numbers; empty ones may be left out."""

@@ -34,7 +34,7 @@ from rolltape.store.shards import (
 )
 
 # what Arrow raises on bytes that are not what it wrote
-_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, UnicodeDecodeError)
+_UNREADABLE = (pa.ArrowException, EOFError, OSError, ValueError, KeyError, UnicodeDecodeError)
 _TAIL = 1 << 16
 #: Bytes of a file up to which batches are read together.
 _RUN = 1 << 18

@@ -50,7 +50,9 @@ class Blocks:
         self._engine, self._rank = scribe.engine, scribe.rank
         self._process = ScribeProcess(session, scribe) if can_start() else None
         self._scribe = scribe  # writes here where there is no process
-        self._lock, self._steady = threading.Lock(), steady
+        # `_hand` keeps the order of blocks and is held while there is no room for one; `_lock`
+        # guards the lists, and the writer thread needs it to make room
+        self._lock, self._hand, self._steady = threading.Lock(), threading.Lock(), steady
         self._steps: list[Step] = []
         self._ended: list[Life] = []
         self._bytes, self._since = 0, 0.0
@@ -95,38 +97,45 @@ class Blocks:
         if self._steady is None:
             return
         with self._steady.lock:
-            steps = self._steady.drain()
-            if not steps:
-                return
-            with self._lock:
-                if not self._steps:
-                    self._since = time.monotonic()
-                self._steps += steps
-                self._bytes += sum(step.nbytes for step in steps)
+            steps, error = self._steady.drain()
+            if error is not None:
+                for gap in self._gaps(steps):
+                    self._session.event("gap", **gap)
+                with self._lock:
+                    self._lost = True
+                self._session.fault("steady", error)
+            elif steps:
+                with self._lock:
+                    if not self._steps:
+                        self._since = time.monotonic()
+                    self._steps += steps
+                    self._bytes += sum(step.nbytes for step in steps)
 
     def flush(self) -> None:
         """Hand over the steps so far."""
         self.collect()
-        with self._lock:
-            steps, self._steps = self._steps, []
-            size, self._bytes = self._bytes, 0
-            ended, self._ended = self._ended, []
-            new = self._roster.take_new()
-            if self._session.dead:
-                self._unmet.clear()
-                self._left.clear()
-                return
-            self._number = number = self._number + 1
-            self._unmet += new
-            self._left += [(number, life.index) for life in ended]
-            if not steps and not ended:
-                return
-            gaps = self._gaps(steps)
-            for life in ended:
-                self._roster.forget(life)
+        with self._hand:
+            with self._lock:
+                steps, self._steps = self._steps, []
+                size, self._bytes = self._bytes, 0
+                ended, self._ended = self._ended, []
+                new = self._roster.take_new()
+                if self._session.dead:
+                    self._unmet.clear()
+                    self._left.clear()
+                    return
+                self._number = number = self._number + 1
+                self._unmet += new
+                self._left += [(number, life.index) for life in ended]
+                if not steps and not ended:
+                    return
+                gaps = self._gaps(steps)
+                for life in ended:
+                    self._roster.forget(life)
             job = partial(self._write, steps=steps, number=number)
             if not self._session.put(job, nbytes=size, gap=gaps):
-                self._lost = True
+                with self._lock:
+                    self._lost = True
 
     def _write(self, writer: TapeWriter, *, steps: list[Step], number: int) -> None:
         """Runs in the writer thread."""
@@ -163,6 +172,8 @@ class Blocks:
             self._session.committers.remove(self._commit)
             self._session.before_close.remove(self.close)
         self.flush()
+        if self._steady is not None:
+            self._steady.release()
         if self._process is not None:
             close = self._process.close
             self._session.put(lambda writer: close(), nbytes=0, gap=[])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ class Alike:
 
 
 class Steady:
-    """A run of steps on the device. `lock` is held whenever the run or the roster is touched.
+    """A run of steps on the device. `lock` is held whenever the run is touched or rows are placed.
 
     Args:
         roster: the lives that the steps speak of.
@@ -115,29 +115,47 @@ class Steady:
         full = len(self._kept) == len(self._slots)
         return full or time.monotonic() - self._since >= SECONDS
 
-    def drain(self) -> list[Step]:
-        """The steps so far, their tables on the way to the host."""
+    def drain(self) -> tuple[list[Step], Exception | None]:
+        """The steps so far, their tables on the way to the host.
+
+        Returns:
+            Steps, and why their tables could not be had: then they have none, and only say which
+            rows were whose.
+        """
         kept, self._kept = self._kept, []
         alike, memory = self._alike, self._memory
         if not kept or alike is None or memory is None:
-            return []
-        tables = memory[: len(kept) * alike.words]
-        if self._stream is None:
-            host, (ready, held) = self._outlet.copy(tables), self._outlet.done()
-        else:  # maybe in another thread than the engine's
-            with torch.cuda.stream(self._stream):
-                host, (ready, held) = self._outlet.copy(tables), self._outlet.done()
-        parts = host.view(len(kept), alike.words).unbind()
+            return [], None
         one = np.ones(len(alike.lives), np.int64)
         steps = []
-        for (number, t_ns, start, cached), data in zip(kept, parts, strict=True):
+        for number, t_ns, start, cached in kept:
             if cached is not None:
                 follow_blocks(cached, alike.names)
             rows = self._roster.place(alike.lives, start, one, index=alike.index)
-            table = Table(data=data, layout=alike.layout)
-            facts = {**alike.facts, "held": held // len(kept), "ready": ready}
-            steps.append(Step(number=number, t_ns=t_ns, rows=rows, values={}, table=table, **facts))
-        return steps
+            steps.append(Step(number=number, t_ns=t_ns, rows=rows, values={}, **alike.facts))
+        try:
+            host, ready, held = self._copied(memory[: len(kept) * alike.words])
+        except Exception as error:
+            return steps, error
+        parts = host.view(len(kept), alike.words).unbind()
+        share = held // len(kept)
+        whole = [
+            replace(step, table=Table(data=part, layout=alike.layout), ready=ready, held=share)
+            for step, part in zip(steps, parts, strict=True)
+        ]
+        return whole, None
+
+    def _copied(self, tables: torch.Tensor) -> tuple[torch.Tensor, Any, int]:
+        if self._stream is None:
+            return self._outlet.copy(tables), *self._outlet.done()
+        with torch.cuda.stream(self._stream):  # maybe in another thread than the engine's
+            return self._outlet.copy(tables), *self._outlet.done()
+
+    def release(self) -> None:
+        """Give the memory back: the recording is over."""
+        with self.lock:
+            self._memory, self._alike, self._key = None, None, None
+            self._slots, self._kept = [], []
 
 
 def write_table(

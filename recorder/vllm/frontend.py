@@ -46,7 +46,7 @@ class _Front:
     def sampling(self, params: Any) -> str:
         """Settings as JSON; those of the last request are known."""
         if self._params is None or self._params[0] != params:
-            self._params = copy.copy(params), json.dumps(settings(params))
+            self._params = copy.deepcopy(params), json.dumps(settings(params))
         return self._params[1]
 
     def flush(self) -> None:
@@ -235,6 +235,7 @@ def _closing(state: Any, row: dict[str, Any], finish: str) -> dict[str, Any]:
     response = np.array(state.detokenizer.output_token_ids, np.uint32)
     return {
         **row,
+        "prompt_len": len(prompt),  # a streaming input makes it longer
         "finish": finish if finish in ("stop", "length", "abort") else "error",
         "length": len(prompt) + len(response),
         "digest": token_digest(len(prompt), np.concatenate([prompt, response])),

@@ -125,6 +125,7 @@ class Recorder:
         # whether every request goes on by one token, from where, and whether that was kept
         self._quiet = self._kept = False
         self._start: np.ndarray | None = None
+        self._scale: tuple[_Batch, torch.Tensor] | None = None
         self._graph: str | None = None
         self._t_ns = 0
         self._outlet, self._measure = Outlet(self.device), device_measure(self.device)
@@ -165,19 +166,29 @@ class Recorder:
         self.versions = Versions(session, self.engine)
         self._model = weakref.ref(model)
         self._stale = True  # what is loaded has not been digested
-        self._watch_weights(model)
+        self._watch_weights(model, runner)
 
-    def _watch_weights(self, model: Any) -> None:
+    def _watch_weights(self, model: Any, runner: Any) -> None:
         """Whatever way an update takes, it ends in `load_weights` of the model."""
         original = model.load_weights
+        if hasattr(original, "_rolltape"):  # of an earlier recording: it asks for the recorder
+            return
+        of = weakref.ref(runner)
 
         def load_weights(*args: Any, **kwargs: Any) -> Any:
-            if self._speaks:
-                self.guard("vllm.weights", self.versions.dirty, "load_weights")
-            self._stale = True
+            recorder: Recorder | None = getattr(of(), "_rolltape", None)
+            if recorder is not None:
+                recorder.change_weights()
             return original(*args, **kwargs)
 
+        load_weights._rolltape = True  # type: ignore[attr-defined]
         model.load_weights = load_weights
+
+    def change_weights(self) -> None:
+        """The weights are about to be written to."""
+        if self._speaks:
+            self.guard("vllm.weights", self.versions.dirty, "load_weights")
+        self._stale = True
 
     def _complete_weights(self) -> None:
         """The first step with weights that are new: they are all in place."""
@@ -235,15 +246,19 @@ class Recorder:
             before = self.session.faults.get(name, 0)
             self.session.safely(name, call, *args)
             if self.session.faults.get(name, 0) != before:
-                self._abandon(name)
+                self.session.always("vllm.abandon", functools.partial(self._abandon, name))
 
     def _abandon(self, name: str) -> None:
+        untold = self._quiet and not self._kept
         self.going = False
         self._drop()
         detail: dict[str, Any] = {"reason": f"{name} failed", "step": self._number}
         if self.session.faults.get(name, 0) >= MAX_FAULTS:
             detail["reason"] += " for the last time: this hook is not called again"
         self.session.event("gap", engine=self.engine, detail=detail)
+        self.blocks.collect()
+        if untold and self._size:  # of a step that is no quiet one this was done when it came
+            follow_blocks(self.scheduled.scheduled_cached_reqs, self._lives)
         self.blocks.lose()
 
     def _drop(self) -> None:
@@ -436,7 +451,7 @@ class Recorder:
             return
         scale = None
         if raw is not None and self._batch.warm and temperature is not None:
-            scale = torch.where(temperature < 1e-5, 1.0, temperature).float()
+            scale = self._scale_of(temperature)
         if raw is None or len(raw) != self._running:
             if self._quiet:
                 self._loud()
@@ -466,6 +481,13 @@ class Recorder:
             ids, best, tail = top_logprobs(logprobs, self._top)
             more = {"top_ids": ids.to(torch.int32), "top_logprobs": best, "tail": tail}
             self._device_values |= more
+
+    def _scale_of(self, temperature: torch.Tensor) -> torch.Tensor:
+        """float32 [rows] what logits are divided by; made once for each batch."""
+        if self._scale is None or self._scale[0] is not self._batch:
+            scale = torch.where(temperature < 1e-5, 1.0, temperature).float()
+            self._scale = self._batch, scale
+        return self._scale[1]
 
     def _several(self, token: torch.Tensor, scale: torch.Tensor | None) -> None:
         """There are no logits, or several rows of them a request: those of its drafts."""

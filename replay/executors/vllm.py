@@ -104,6 +104,8 @@ def engine_arguments(facts: Mapping[str, Any], model: str | None) -> dict[str, A
         names = {"mode": "compilation_mode", **{n: n for n in _COMPILED}}
         how = {n: effective[at] for n, at in names.items() if effective.get(at) is not None}
         arguments["compilation_config"] = how
+        for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size"):
+            arguments.pop(name, None)  # what came of them is among the sizes
     arguments["model"] = model or facts["model"]
     arguments["skip_tokenizer_init"] = True  # tokens are forced: nothing needs their text
     return arguments
@@ -270,9 +272,9 @@ def _start(arguments: dict[str, Any]) -> Any:
         torch.cpu._init_amx()  # else a first batch of a few rows kills the process
     try:
         args = EngineArgs(**arguments)
-    except TypeError as error:
+        return LLMEngine.from_engine_args(args)
+    except (TypeError, ValueError) as error:
         raise UsageError(f"this vLLM does not take the recorded arguments: {error}") from error
-    return LLMEngine.from_engine_args(args)
 
 
 class _Driver:

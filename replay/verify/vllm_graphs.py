@@ -75,12 +75,13 @@ def site_in_graphs(
 
 
 def uncompiled(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of an engine that captures its steps of single tokens, but compiles nothing."""
+    """Arguments of an engine that captures its decode steps, but compiles nothing."""
     import torch
 
     if not torch.cuda.is_available():
         return {"enforce_eager": True}
-    given = dict(arguments.get("compilation_config") or {})
+    said = arguments.get("compilation_config")  # a number is short for the mode
+    given = dict(said) if isinstance(said, Mapping) else {}
     return {"compilation_config": {**given, "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 
 
@@ -89,24 +90,25 @@ class Buffers:
 
     Args:
         model: what the runner loaded, before anything was captured.
-        tokens: most tokens of a step. The first forward shall have as many, or fewer than come
-            later in no graph: a buffer grows outside of graphs only.
+        tokens: most tokens of a step.
+        requests: most requests of a step: `logits` has no more rows.
     """
 
-    def __init__(self, model: Any, tokens: int) -> None:
+    def __init__(self, model: Any, tokens: int, requests: int) -> None:
         from contextlib import ExitStack
 
         from rolltape.replay.sites import sites_of
         from rolltape.replay.taps import attached
 
-        self._tokens = tokens
+        self._tokens, self._requests = tokens, requests
         self.sites: dict[str, Any] = {}
         ExitStack().enter_context(attached(model, sites_of(model, "vllm"), self._look))
 
     def _look(self, site: str, rows: Any) -> None:
         buffer = self.sites.get(site)
         if buffer is None:
-            size = max(self._tokens, len(rows))
+            most = self._requests if site == "logits" else self._tokens
+            size = max(most, len(rows))
             buffer = self.sites[site] = rows.new_zeros((size, *rows.shape[1:]))
         buffer[: len(rows)].copy_(rows)
 
@@ -133,6 +135,8 @@ def _run(spec: Mapping[str, Any]) -> dict[str, Any] | None:
     inside = Inside(engine)
     for _ in range(_LOOKS):
         a, b = (_traced(spec, engine, inside, buffers[0], lots) for lots in spec["lots"])
+        if not a or a.keys() != b.keys():
+            raise NotApplicableError("the two sides did not show the same sites and positions")
         if (found := first_site(a, b)) is not None:
             return found
     return None
@@ -155,7 +159,8 @@ def _with_buffers(load: Any, made: list[Buffers]) -> Any:
 
     def loaded(runner: Any, *args: Any, **kwargs: Any) -> Any:
         result = load(runner, *args, **kwargs)
-        made.append(Buffers(runner.get_model(), int(runner.max_num_tokens)))
+        sizes = int(runner.max_num_tokens), int(runner.max_num_reqs)
+        made.append(Buffers(runner.get_model(), *sizes))
         return result
 
     return loaded
@@ -168,7 +173,8 @@ def _traced(
 
     trace: Trace = {}
     usual: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "detokenize": False}
-    engine.reset_prefix_cache()
+    if not engine.reset_prefix_cache():
+        raise NotApplicableError("this engine did not empty its prefix cache")
     for lot in lots:
         names: dict[str, int] = {}
         for row in lot:

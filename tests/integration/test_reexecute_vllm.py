@@ -65,8 +65,8 @@ def move(rows: list[dict[str, Any]]) -> None:
 
 
 def swap(rows: list[dict[str, Any]]) -> None:
-    """Two experts of one position change places."""
-    row = rows[len(rows) // 2]
+    """Two experts change places."""
+    row = next(r for r in rows[len(rows) // 2 :] if r["ids"][0] != r["ids"][1])
     ids = np.frombuffer(row["ids"], np.uint8).copy()
     ids[0], ids[1] = ids[1], ids[0]
     row["ids"] = ids.tobytes()

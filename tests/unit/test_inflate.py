@@ -148,6 +148,30 @@ def test_no_altered_byte_of_a_message_is_anything_but_damage_or_data() -> None:
     assert refused
 
 
+def test_the_head_and_every_number_of_the_metadata_may_be_damaged() -> None:
+    """Whatever a word of it becomes: damage, what Arrow says of it, or the same numbers."""
+    batch = batches()[2]
+    data = message(batch)
+    decoder = Decoder(batch.schema)
+    (length,) = struct.unpack_from("<i", data, 4)
+    for at in range(0, 8 + length, 4):
+        for word in (
+            bytes(4),
+            b"\xff\xff\xff\x7f",
+            struct.pack("<i", 8),
+            struct.pack("<i", len(data)),
+        ):
+            altered = data[:at] + word + data[at + 4 :]
+            if altered == data:
+                continue
+            try:
+                found = decoder.decode([parts_of(memoryview(altered))])
+                for one in found or ():
+                    one.validate(full=True)
+            except (DamagedShardError, pa.ArrowException, OSError, ValueError, KeyError):
+                continue  # what readers take for damage
+
+
 def test_a_damaged_batch_in_a_run_costs_only_itself(tmp_path: Path) -> None:
     tape = tmp_path / "tape"
     store.create_tape(tape, role="rollout")
