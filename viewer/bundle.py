@@ -91,6 +91,11 @@ class Bundle:
         answer = self._answer(path, params, 404)
         return json.loads(answer.body) if answer.status == 200 else None
 
+    def refusal(self, path: str) -> str | None:
+        """What the interface says instead of an answer; None if it has one."""
+        answer = self.app.get("/" + path, "")
+        return None if answer.status == 200 else str(json.loads(answer.body).get("detail"))
+
     def keep(self, path: str, **params: Any) -> bytes:
         """Write an answer as it is, also that there is nothing of that name.
 
@@ -152,8 +157,10 @@ def key_of(path: str, params: Mapping[str, Any]) -> str:
 async def _get(app: Any, path: str, query: str) -> Answer:
     status, media, body = 500, "", b""
 
+    parts = iter([{"type": "http.request", "body": b"", "more_body": False}])
+
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
+        return next(parts, {"type": "http.disconnect"})
 
     async def send(message: Mapping[str, Any]) -> None:
         nonlocal status, media, body

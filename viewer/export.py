@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from itertools import permutations
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -53,11 +56,15 @@ class _Seen:
         lengths: positions by sequence.
         steps: by sequence and engine.
         windows: of the timeline in which there is every step, as in its address.
+        sides: reports of which every two are put side by side.
+        every_step: whether each step of the schedule can be opened.
     """
 
     lengths: dict[str, int] = field(default_factory=dict)
     steps: dict[str, dict[str, set[int]]] = field(default_factory=dict)
     windows: list[tuple[int, int]] = field(default_factory=list)
+    sides: list[str] = field(default_factory=list)
+    every_step: bool = True
 
 
 def export(
@@ -76,13 +83,13 @@ def export(
 
     Raises:
         TapeExistsError: `out` is not empty.
-        UsageError: no run has such a sequence.
+        UsageError: no run has such a sequence, or an answer cannot be had. Nothing is left behind.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TapeExistsError(f"{out} is not empty", hint="choose another --export, or remove it")
     given = list(paths)
-    with Asked(make_app(given, tokenizer=tokenizer)) as app:
-        bundle = Bundle(out, app)
+    with _whole(out) as part, Asked(make_app(given, tokenizer=tokenizer)) as app:
+        bundle = Bundle(part, app)
         chosen, seen = _write(bundle, list(dict.fromkeys(sequences)))
         _page(bundle, seen, shlex.join(["rolltape", "view", *map(str, given)]))
     return {
@@ -91,6 +98,21 @@ def export(
         "bytes": sum(bundle.written.values()),
         "sizes": bundle.sizes,
     }
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that takes its place once it is complete."""
+    out = out.resolve()
+    part = out.with_name(f".{out.name}.{uuid4().hex[:8]}")
+    try:
+        yield part
+        if out.exists():
+            out.rmdir()
+        part.rename(out)
+    finally:
+        if part.exists():
+            shutil.rmtree(part)
 
 
 def _write(bundle: Bundle, names: list[str]) -> tuple[dict[str, list[str]], dict[str, _Seen]]:
@@ -103,22 +125,32 @@ def _write(bundle: Bundle, names: list[str]) -> tuple[dict[str, list[str]], dict
 
 
 def _choose(bundle: Bundle, runs: list[dict[str, Any]], names: list[str]) -> dict[str, list[str]]:
-    """Ids by run."""
-    chosen: dict[str, list[str]] = {}
+    """Ids by run, of which each can be asked for.
+
+    Raises:
+        UsageError: one cannot; it is named as it was given.
+    """
+    chosen: dict[str, dict[str, str]] = {}  # by run: id, and how it was given
+    found: set[str] = set()
     for name in names:
-        found = False
         for run in runs:
             for there in _containing(bundle, f"api/runs/{run['id']}/seqs", name):
                 if name in (there, there.partition(".")[2]):
-                    found = True
-                    ids = chosen.setdefault(run["id"], [])
-                    if there not in ids:
-                        ids.append(there)
-        if not found:
-            raise UsageError(f"--sequences {name}: no run has it", hint="`rolltape show` lists ids")
+                    found.add(name)
+                    chosen.setdefault(run["id"], {}).setdefault(there, name)
+    lost = [name for name in names if name not in found]
+    if lost:
+        text = "; ".join(f"--sequences {name}: no run has it" for name in lost)
+        raise UsageError(text, hint="`rolltape show` lists ids")
     with_report = {r["id"] for r in runs if r["reports"]}
     # a replay carries the names of what it replays: it is side B there, no run to look at
-    return {k: v for k, v in chosen.items() if k in with_report} or chosen
+    kept = {k: v for k, v in chosen.items() if k in with_report} or chosen
+    for run_id, ids in kept.items():
+        for there, name in ids.items():
+            refusal = bundle.refusal(f"api/runs/{run_id}/seqs/{quoted(there)}")
+            if refusal is not None:
+                raise UsageError(f"--sequences {name}: {refusal}", hint="leave it out")
+    return {run_id: list(ids) for run_id, ids in kept.items()}
 
 
 def _containing(bundle: Bundle, path: str, text: str) -> Iterator[str]:
@@ -141,8 +173,10 @@ def _run(bundle: Bundle, run: dict[str, Any], names: list[str]) -> _Seen:
         bundle.screen = "causes"
         bundle.keep(f"{at}/causes", rep=rep)
         bundle.screen = "list"
-        listed = [bundle.ask(f"{at}/seqs/{quoted(name)}", rep=rep)["seq"] for name in names]
         first = bundle.ask(f"{at}/seqs", limit=1, rep=rep)
+        listed = [bundle.ask(f"{at}/seqs/{quoted(name)}", rep=rep)["seq"] for name in names]
+        listed = _ordered(listed, first["sort"])
+        names = [row["id"] for row in listed]  # neighbours are those of the list
         counts = {"start": 0, "matched": len(listed), "total": len(listed), "next": None}
         bundle.put(f"{at}/seqs", {**first, **counts, "rows": listed}, rep=rep)
         for k, name in enumerate(names):
@@ -155,10 +189,24 @@ def _run(bundle: Bundle, run: dict[str, Any], names: list[str]) -> _Seen:
     if reports:
         bundle.stand_in(str(run["report"]))
     bundle.screen = "side by side"
-    for one, other in permutations(reports[-_MOST_REPORTS:], 2):
+    seen.sides = [str(rep) for rep in reports[-_MOST_REPORTS:]]
+    for one, other in permutations(seen.sides, 2):
         for name in names:
-            _sides(bundle, f"{at}/seqs/{quoted(name)}/sides", str(one), str(other))
+            _sides(bundle, f"{at}/seqs/{quoted(name)}/sides", one, other)
     return seen
+
+
+def _ordered(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
+    """Rows in the order of the list, `listed` in js/folder_data.js; what is absent comes last."""
+    name = sort.removeprefix("-")
+    there = [row for row in rows if row[name] not in (None, "NaN")]
+    absent = [row for row in rows if row[name] in (None, "NaN")]
+
+    def value(row: dict[str, Any]) -> Any:
+        # infinite numbers are text
+        return float(row[name]) if row[name] in ("Infinity", "-Infinity") else row[name]
+
+    return [*sorted(there, key=value, reverse=sort.startswith("-")), *absent]
 
 
 def _sequence(
@@ -276,6 +324,8 @@ def _timeline(bundle: Bundle, at: str, rep: str | None, seen: _Seen) -> None:
             if first is not None and last is not None:
                 end = _time(last, whole["axis"]) + max(1, last["duration_ns"] or 1)
                 spans.append((_time(first, whole["axis"]), end))
+    opened = sum(len(steps) for steps in of_engine.values())
+    seen.every_step = whole["bins"] is None and opened == whole["steps"]
     if whole["bins"] is not None:
         seen.windows = list(_windows(bundle, f"{at}/timeline", rep, _merged(spans)))
     for engine, steps in of_engine.items():
@@ -361,6 +411,14 @@ def windows(n: int, size: int = MAX_WINDOW) -> list[tuple[int, int]]:
     return [(start, min(start + size, n)) for start in range(0, n, size)]
 
 
+def _held(seen: Mapping[str, _Seen]) -> dict[str, Any]:
+    """What links may lead to, by run; js/held.js reads it before anything is asked for."""
+    return {
+        run: {"seqs": list(found.lengths), "sides": found.sides, "steps": found.every_step}
+        for run, found in seen.items()
+    }
+
+
 def _page(bundle: Bundle, seen: Mapping[str, _Seen], command: str) -> None:
     for name, asset in assets().items():
         if name != "index.html":
@@ -370,6 +428,7 @@ def _page(bundle: Bundle, seen: Mapping[str, _Seen], command: str) -> None:
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f'<meta name="rolltape-folder" content="{escape(command)}">\n'
+        f'<meta name="rolltape-held" content="{escape(json.dumps(_held(seen)))}">\n'
         '<script type="module" src="static/js/static_api.js"></script>\n'
     )
     index = assets()["index.html"].content.decode()

@@ -449,8 +449,8 @@ def _routing(pair: Pair) -> Iterator[Evidence]:
         text = f"margin of the choice where it disagrees: {margin:.3g} on average"
         if other is not None:
             text += f", {other:.3g} where it agrees"
-            tie = margin < other / 4
-            text += ": near ties, as rounding makes them" if tie else ": not only near ties"
+            text += ": smaller" if margin < other else ": not smaller"
+            text += " than where it agrees"
         for cause in ("routing", "router"):
             yield Evidence(cause=cause, says=NOTE, text=text, source="report, routing")
 

@@ -262,6 +262,13 @@ def test_another_report_is_chosen_and_both_are_swapped(page_of: Any, replays: Sc
     expect(page).to_have_url(re.compile(f"[?&]a={found['head-report']}"))
     page.locator("#pick-b").select_option(label="head-report")
     expect(page.locator("main")).to_contain_text("R1 and R2 are the same report")
+    # with the keys: the list keeps the focus, and choosing another pair leads on
+    page.locator("#pick-a").focus()
+    page.keyboard.press("ArrowUp")
+    page.wait_for_selector("#strip-a")
+    expect(page.locator("#pick-a")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.locator("#strip-a")).to_be_focused()
 
 
 def test_a_sequence_that_one_side_lacks(page_of: Any, replays: Scene) -> None:
@@ -468,7 +475,9 @@ def test_an_exported_folder_shows_the_same_screens(
     assert page.locator("#tabs a").all_inner_texts() == tabs
     shoot(page, "exported")
     page = tab.open(f"#/run/{run}/seq/{replays.id('0-2.1')}")
-    expect(page.locator(".notice")).to_contain_text("Not in this folder")
+    expect(page.locator(".notice.info")).to_contain_text("Not in this folder")
+    expect(page.locator(".notice code")).to_have_text(f"rolltape view {replays.a.parent}")
+    expect(page.locator("#status")).not_to_contain_text("last error")
     page = tab.open("#/basket")
     expect(page.locator("main")).to_contain_text("Nothing is starred")
     tab.context.close()
@@ -518,6 +527,7 @@ def test_what_a_folder_leaves_out_is_said_with_the_command_that_shows_it(
 ) -> None:
     tab = Tab(browser, viewer)
     run = tab.run
+    runs = tab.context.request.get(f"{viewer.base}api/runs").json()["runs"]
     command = f"rolltape view {replays.a.parent}"
     tab.served = folder  # type: ignore[assignment]
     page = tab.open(f"#/run/{run}/seq/{replays.id('0-0.1')}/routing?tok=83&from=10&to=40&eps=0.5")
@@ -537,6 +547,58 @@ def test_what_a_folder_leaves_out_is_said_with_the_command_that_shows_it(
     page = tab.open(f"#/run/{run}/timeline?step=999999&lane={engine}:decode")
     expect(page.locator("#panel .notice")).to_contain_text("is not in this folder")
     expect(page.locator("#panel .notice")).to_contain_text(command)
+    page = tab.open(f"#/run/{run}/seqs")
+    expect(page.locator("#filter-help")).to_contain_text("Words match")
+    expect(page.locator(".filter code")).to_have_text(command)
+    page.locator("#filter").fill("not stop")
+    page.keyboard.press("Enter")
+    expect(page.locator("main .notice.info")).to_contain_text("filters by words alone")
+    expect(page.locator("main .notice code")).to_have_text(command)
+    rep = next(r["id"] for r in runs[0]["reports"])
+    page = tab.open(f"#/run/{run}/seq/{replays.id('0-0.1')}/sides?a={rep}&b={rep}")
+    expect(page.locator("main .notice.info")).to_contain_text("R1 and R2 are the same report")
+    page.locator("#pick-b").select_option(index=1)
+    page.wait_for_selector("#strip-b .t")
+    tab.context.close()
+    assert tab.trouble == []
+
+
+def test_no_link_of_a_folder_leads_out_of_it(
+    browser: Any, folder: Folder, replays: Scene, viewer: Served
+) -> None:
+    tab = Tab(browser, viewer)
+    run, found = tab.run, reports(tab)
+    tab.served = folder  # type: ignore[assignment]
+    seq = f"#/run/{run}/seq/{replays.id('0-0.1')}"
+    pair = f"a={found['base-report']}&b={found['ids-report']}"
+    links: set[str] = set()
+    lacking = 0
+    for address in (
+        *(f"#/run/{run}", f"#/run/{run}/seqs", f"#/run/{run}/timeline?step=51", f"{seq}?tok=71"),
+        *(f"#/run/{run}/causes?rep={rep}" for rep in found.values()),
+        *(f"#/run/{run}/weights", f"{seq}/layers?tok=71", f"{seq}/routing?tok=83"),
+        f"{seq}/sides?{pair}",
+    ):
+        page = tab.open(address)
+        page.evaluate(
+            "document.querySelectorAll('main details').forEach((d) => { d.open = true; })"
+        )
+        tab.settle()
+        links |= set(page.evaluate("[...document.links].map((a) => a.getAttribute('href'))"))
+        lacking += page.locator("a:not([href])").count()
+    assert lacking > 0
+    seen = set()
+    for link in sorted(links):
+        kind = re.sub(r"(tok|step|win)=\d+", r"\1", link)
+        # steps and steps beside a step are on a schedule that the page says is not all here
+        if not link.startswith("#/") or kind in seen or "step=" in link:
+            continue
+        seen.add(kind)
+        page = tab.open(link)
+        titles = page.locator("main .notice h2").all_inner_texts()
+        assert not any("Not in this folder" in title for title in titles), link
+        expect(page.locator("#status")).not_to_contain_text("last error")
+    assert len(seen) > 20
     tab.context.close()
     assert tab.trouble == []
 

@@ -315,6 +315,10 @@ def test_eps_can_be_given_and_stands_in_the_address(tab: Tab, scene: Scene) -> N
     case, found = scene.cases["0-0.1"], flips(scene, "0-0.1")
     page = routing(tab, scene, "0-0.1")
     expect(page.locator("#routing-rule")).to_contain_text("1st percentile")
+    # by that rule it is not known how far scores move: no verdict, and nothing in red
+    expect(page.locator("#routing-lead")).to_contain_text("above eps: not shown to be a tie")
+    expect(page.locator(".cellstate.ink-link")).to_have_count(1)
+    expect(page.locator("#routing-lead .bad, #routing-layers .bad")).to_have_count(0)
     page.locator("#eps").fill("0.02")
     page.keyboard.press("Enter")
     near = int(sum(case.margin[p, layer] < 0.02 for p, layer in found))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import itertools
 import json
 import re
 import shutil
@@ -355,7 +357,8 @@ def test_lists_are_sorted_and_filtered_without_a_server() -> None:
         const { listed } = await import(process.argv[1]);
         const rows = JSON.parse(process.argv[2]);
         const sorted = [{}, { sort: '-max_abs' }, { sort: 'max_abs' }];
-        const asked = [...sorted, { q: 'LENGTH' }, { q: 'max_abs>0' }];
+        const words = ['LENGTH', 'max_abs>0', 'length and g', 'not stop', 'NOT'];
+        const asked = [...sorted, ...words.map((q) => ({ q }))];
         const found = asked.map((query) => listed(rows, query));
         console.log(JSON.stringify(found.map((some) => some && some.map((row) => row.id))));
     """
@@ -365,13 +368,22 @@ def test_lists_are_sorted_and_filtered_without_a_server() -> None:
         ["e.2", "e.0", "e.1"],
         ["e.0", "e.2", "e.1"],
         ["e.1", "e.2"],
-        None,
+        *(None, None, None),  # and, or, not are those of conditions, as in the viewer
+        [],
     ]
 
 
+def left(folder: Path) -> list[str]:
+    """What stands beside the tapes and the report of a scene."""
+    return sorted(p.name for p in folder.iterdir() if p.name not in ("a", "b", "report"))
+
+
 def test_what_cannot_be_exported_is_said(small: Scene, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no run has it"):
-        export([small.a], tmp_path / "x", ["nobody"])
+    with pytest.raises(
+        UsageError, match=r"nobody: no run has it; --sequences 9-9\.9: no run has it"
+    ):
+        export([small.a], tmp_path / "x", ["nobody", "0-0.0", "9-9.9"])
+    assert not left(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(TapeExistsError, match="not empty"):
@@ -479,6 +491,53 @@ def test_an_answer_that_cannot_be_had_ends_an_export(
     monkeypatch.setattr(Board, "plain", refused)
     with pytest.raises(UsageError, match="causes: cannot be read"):
         export([small.a, small.b, small.report], tmp_path / "out", ["0-0.1"])
+    assert not left(tmp_path)  # so that it can be tried again
+
+
+def test_an_id_that_cannot_be_asked_for_is_named_as_it_was_given(tmp_path: Path) -> None:
+    cases = make_cases()[:3]
+    odd = ["a:b", "x:y/../../z", "L" * 200]
+    for case, name in zip(cases, odd, strict=True):
+        case.key_a = case.key_a._replace(request=name)
+    scene = build(tmp_path / "s", cases=cases)
+    names = [case.key_a.id.partition(".")[2] for case in cases]
+    paths = [scene.a, scene.b, scene.report]
+    with pytest.raises(UsageError, match=re.escape(f"--sequences {names[1]}: seq: letters")):
+        export(paths, tmp_path / "out", names)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()  # a folder that is empty may be there
+    done = export(paths, tmp_path / "out", [names[0], names[2]])
+    assert list(done["sequences"].values()) == [[cases[0].key_a.id, cases[2].key_a.id]]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "s"]
+    assert (tmp_path / "out" / "index.html").is_file()
+
+
+def test_neighbours_are_those_of_the_list(long: Any) -> None:
+    scene, out, api = long
+    page = saved(out, f"api/runs/{api.run}/seqs")
+    names = [scene.id(name) for name in ("0-0.1", "0-1.0", "0-2.1")]
+    live = api.get(f"/api/runs/{api.run}/seqs")
+    assert page["sort"] == live["sort"]
+    shown = [row["id"] for row in page["rows"]]
+    assert shown == [row["id"] for row in live["rows"] if row["id"] in names]
+    for before, after in itertools.pairwise(shown):
+        info = saved(out, f"api/runs/{api.run}/seqs/{before}")
+        assert info["neighbours"]["next"] == after
+
+
+def test_what_links_may_lead_to_stands_in_the_page(bundle: Any) -> None:
+    scene, out, _ = bundle
+    api = Api(scene.a.parent)
+    text = re.search(r'name="rolltape-held" content="([^"]*)"', (out / "index.html").read_text())
+    assert text is not None
+    reports = [r["id"] for r in api.get("/api/runs")["runs"][0]["reports"]]
+    seqs = [scene.id("0-0.1"), scene.id("0-2.1")]
+    held = json.loads(html.unescape(text[1]))
+    assert {k: sorted(v) for k, v in held.pop(api.run).items() if k != "steps"} == {
+        "seqs": sorted(seqs),
+        "sides": sorted(reports),
+    }
+    assert held == {}
 
 
 # ---- following ----------------------------------------------------------------------------

@@ -46,6 +46,7 @@ problems: () => {
     if (e.tabIndex < 0 && !e.querySelector(reach)) report('scrolls and cannot be reached by keyboard', e);
     if (e.hasAttribute('tabindex') && !e.getAttribute('aria-label') && !e.getAttribute('aria-labelledby')) report('scrolls without a name', e);
     if (over('overflowX', e.clientWidth, e.scrollWidth) && !e.parentNode.querySelector(':scope > .edge')) report('scrolls sideways without a sign', e);
+    if (e.matches('.scroll, .panel') && over('overflowY', e.clientHeight, e.scrollHeight) && !e.parentNode.matches('.more-above, .more-below')) report('scrolls up and down without a sign', e);
   }
   const ids = all('[id]').map((e) => e.id);
   for (const id of new Set(ids.filter((id, i) => ids.indexOf(id) !== i))) found.push(`id twice: ${id}`);

@@ -36,7 +36,7 @@ async function request(path, params, signal) {
     return answer;
   } catch (error) {
     if (error.name === 'AbortError') throw error;
-    traffic.error = error.message;
+    if (!error.problem || error.problem.level !== 'info') traffic.error = error.message;
     if (error instanceof TypeError) {
       traffic.gone = true;
       throw new ServerGone('the server does not answer');

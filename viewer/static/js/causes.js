@@ -4,6 +4,7 @@ import { getJson, runPath, scope } from './api.js';
 import { copy } from './clipboard.js';
 import { byId, h, num, put, svg } from './dom.js';
 import { NONE, count, percent, plural, short } from './format.js';
+import { absent } from './held.js';
 import { notice, notices } from './notices.js';
 import { current, link, replace } from './route.js';
 import { scroller } from './scroll.js';
@@ -128,10 +129,15 @@ function effects(list, data, state) {
         h('td', {}, data.state_words[e.state])),
       h('tr', { class: 'sub' }, h('td', { colspan: heads.length }, e.kind === 'size' ? sizeText : null, e.numbers === null ? `${e.why}. ` : null,
         e.top.length ? ['Most of it: ', e.top.map((t, i) => [i ? ', ' : '', h('a', { href: token(t, state, e.before.rep) }, t.seq)]), '. '] : null,
-        e.top.length ? h('a', { href: link(state, { screen: 'sides', seq: e.top[0].seq, params: { a: e.before.rep, b: e.after.rep } }) }, 'The first one side by side') : null,
+        firstBeside(e, state),
         n.left_out ? ` ${plural(n.left_out, 'sequence')} left out: other tokens compared.` : null)),
       e.here ? h('tr', { class: 'sub' }, h('td', { colspan: heads.length }, hereText(e, data))) : null];
     }))));
+}
+
+function firstBeside(e, state) {
+  const href = e.top.length ? link(state, { screen: 'sides', seq: e.top[0].seq, params: { a: e.before.rep, b: e.after.rep } }) : null;
+  return href === null || absent(href) ? null : h('a', { href }, 'The first one side by side');
 }
 
 const sizeText = 'Before: the gap to the trainer; after: what the switch does to the engine itself. ';

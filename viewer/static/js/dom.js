@@ -1,5 +1,7 @@
 // Elements without markup strings: what a model or a tape says only ever becomes text.
 
+import { absent } from './held.js';
+
 /**
  * @param {string} tag
  * @param {Object} [props] `class`, attributes, `on` {event: handler}, `style` {property: value}
@@ -20,6 +22,8 @@ function fill(element, props, children) {
       for (const [event, handler] of Object.entries(value)) element.addEventListener(event, handler);
     } else if (name === 'style') {
       for (const [key, text] of Object.entries(value)) element.style.setProperty(key, text);
+    } else if (name === 'href' && absent(String(value))) {
+      element.setAttribute('title', 'not in this folder'); // the text alone: it leads nowhere
     } else {
       element.setAttribute(name, value === true ? '' : String(value));
     }

@@ -2,8 +2,9 @@
 
 /** The rows that words keep, sorted; null where the filter needs a server. */
 export function listed(rows, { sort, q }) {
-  const words = (q || '').toLowerCase().split(/\s+/).filter(Boolean);
-  if (words.some((word) => /[<>=:!"()]/.test(word))) return null;
+  const typed = (q || '').split(/\s+/).filter(Boolean);
+  if (typed.some((word) => /[<>=:!"()]/.test(word) || ['and', 'or', 'not'].includes(word))) return null;
+  const words = typed.map((word) => word.toLowerCase());
   const kept = rows.filter((row) => words.every((word) => [row.id, row.group, row.finish].some((text) => String(text ?? '').toLowerCase().includes(word))));
   if (!sort) return kept;
   const [name, sign] = sort.startsWith('-') ? [sort.slice(1), -1] : [sort, 1];

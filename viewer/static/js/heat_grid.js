@@ -278,6 +278,11 @@ function tile(kind, ink, ratio) {
   return canvas;
 }
 
+/** What the legend says of the line where the prompt ends; null without one. */
+export function promptEnd({ prompt_len: prompt, n }) {
+  return prompt > 0 && prompt < n ? h('li', {}, h('span', { class: 'cellstate promptend', 'aria-hidden': 'true' }), ' end of the prompt') : null;
+}
+
 /** [r, g, b] of a colour of the sheet, which has them as #rgb or #rrggbb. */
 export function rgb(name) {
   const text = colour(name).replace('#', '');

@@ -6,7 +6,7 @@ import { css, sequential } from './colour.js';
 import { h, num, put, redraw } from './dom.js';
 import { NONE as DASH, count, plural, short } from './format.js';
 import { GridPage } from './gridpage.js';
-import { makeGrid, rgb } from './heat_grid.js';
+import { makeGrid, promptEnd, rgb } from './heat_grid.js';
 import {
   METRICS, NONE, THRESHOLDS, amountValue, binAt, binFront, clipped, nextChange, palette, pan, patternsOf,
   rowOfSite, rowOfText, rowsOf, textOfRow, zoom,
@@ -202,7 +202,7 @@ class Page extends GridPage {
       h('ul', { class: 'states' },
         [['equal', metric.id === 'non_finite' ? 'every value finite' : 'bitwise equal'], ['missing', 'not recorded'], ['not_measured', 'sketched: not known'], ['not_finite', 'not finite']]
           .map(([name, text]) => h('li', {}, h('span', { class: `cellstate ${name}`, 'aria-hidden': 'true' }), ` ${text}`)),
-        h('li', {}, h('span', { class: 'cellstate frontmark', 'aria-hidden': 'true' }), ` front: first site over ${thresholdWords(this.view.thr)}`)),
+        h('li', {}, h('span', { class: 'cellstate frontmark', 'aria-hidden': 'true' }), ` front: first site over ${thresholdWords(this.view.thr)}`), promptEnd(this.info)),
       h('span', { class: 'hint', id: 'heat-clipped' }, `${count(over)} of ${count(cells)} cells over the scale; a cell shows the largest of ${this.tile.wide > 1 ? `about ${count(this.tile.wide)} positions` : 'one position'}`),
     ];
   }

@@ -5,7 +5,7 @@ import { symlog } from './colour.js';
 import { byId, h, num, put, svg } from './dom.js';
 import { COMMAND } from './folder.js';
 import { NONE, count, percent, short } from './format.js';
-import { notice, notices } from './notices.js';
+import { command, notice, notices } from './notices.js';
 import { current, go, link, replace } from './route.js';
 import { scroller } from './scroll.js';
 import { setHidden } from './shell.js';
@@ -27,6 +27,8 @@ const COLUMNS = [
   { name: null, text: 'left out' },
 ];
 const EXPORTED = 100000; // rows that one answer holds
+const HELP = COMMAND ? 'Words match id, group or finish; all of them have to. Conditions such as max_abs > 0.5 need the viewer:'
+  : 'Words match id, group or finish. Conditions: max_abs > 0.5 and (wver_span > 1 or not finish = length); a space joins like and.';
 const FACETS = ['finish', 'weight_version'];
 
 export async function open({ state, main, signal }) {
@@ -58,10 +60,10 @@ export async function open({ state, main, signal }) {
 }
 
 function filter(state, data, problem) {
-  const bad = problem && problem.problem.field === 'q';
+  const bad = problem && problem.problem.field === 'q' && !problem.problem.level;
   const box = h('input', {
     type: 'search', id: 'filter', value: state.params.get('q') || '', spellcheck: 'false', autocomplete: 'off',
-    'aria-describedby': 'filter-help', 'aria-invalid': bad ? 'true' : null, placeholder: 'max_abs>0.1 finish=length group:0-1',
+    'aria-describedby': 'filter-help', 'aria-invalid': bad ? 'true' : null, placeholder: COMMAND ? 'words' : 'max_abs>0.1 finish=length group:0-1',
   });
   const submit = (event) => {
     event.preventDefault();
@@ -72,7 +74,8 @@ function filter(state, data, problem) {
     h('label', { for: 'filter' }, 'Filter'), box, h('button', {}, 'Apply'),
     state.params.get('q') ? h('a', { href: link(state, { params: { q: null, after: null } }) }, 'Clear') : null,
     h('span', { class: 'counts' }, counts),
-    h('p', { id: 'filter-help', class: bad ? 'hint bad' : 'hint' }, bad ? problem.message : 'Words match id, group or finish. Conditions: max_abs > 0.5 and (wver_span > 1 or not finish = length); a space joins like and.'));
+    h('p', { id: 'filter-help', class: bad ? 'hint bad' : 'hint' }, bad ? problem.message : HELP),
+    COMMAND && !bad ? command(COMMAND) : null);
 }
 
 /** Words of a filter, if it is no more than that: each can be dropped by itself. */
@@ -95,9 +98,9 @@ function facets(state, data) {
     }), facet.more ? h('span', { class: 'hint' }, `and ${count(facet.more)} more values`) : null, facet.timed_out ? h('span', { class: 'hint' }, ' not all rows were counted') : null);
   });
   const query = new URLSearchParams({ ...scope(state, ['rep', 'sort', 'q']) });
-  const save = (format) => h('a', { href: `${runPath(state, 'seqs')}?${query}&format=${format}`, download: `sequences.${format}` }, format.toUpperCase());
+  const save = (format, text) => h('a', { href: `${runPath(state, 'seqs')}?${query}&format=${format}`, download: `sequences.${format}` }, text);
   return h('div', { class: 'facets' }, chips.length ? h('p', {}, chips) : null, rows.length ? h('ul', {}, rows) : null,
-    data.rows.length && !COMMAND ? h('p', { class: 'hint' }, `${data.matched > EXPORTED ? `The first ${count(EXPORTED)}` : 'All'} matching rows as `, save('csv'), ' or ', save('arrow')) : null);
+    data.rows.length && !COMMAND ? h('p', { class: 'hint' }, `${data.matched > EXPORTED ? `The first ${count(EXPORTED)}` : 'All'} matching rows as `, save('csv', 'CSV'), ' or ', save('arrow', 'Arrow')) : null);
 }
 
 /** The largest |delta| along a sequence, on one fixed scale for all of them. */
@@ -115,7 +118,8 @@ function spark(values) {
 function wrong(state, problem) {
   const field = problem.problem.field;
   return notice({
-    level: 'error', title: `The ${field === 'q' ? 'filter' : field} cannot be read`, text: problem.message,
+    level: problem.problem.level || 'error', title: problem.problem.level ? problem.problem.title : `The ${field === 'q' ? 'filter' : field} cannot be read`,
+    text: problem.message, commands: problem.problem.commands,
     extra: h('p', {}, h('a', { href: link(state, { params: { [field]: null } }) }, 'Show the list without it')),
   });
 }

@@ -91,7 +91,8 @@ function showError(error, state) {
   const title = error.problem ? error.problem.title : 'This page could not be shown';
   const up = state.seq ? 'seqs' : state.run && state.screen !== 'overview' ? 'overview' : 'home';
   const back = link(state, { screen: up, seq: null, ...(up === 'home' ? { run: null } : {}), params: { sort: null, q: null } });
-  put(main, notice({ level: 'error', title, text: error.message, extra: h('p', {}, h('a', { href: back }, 'Back')) }));
+  const { level, commands } = error.problem || {};
+  put(main, notice({ level: level || 'error', title, text: error.message, commands, extra: h('p', {}, h('a', { href: back }, 'Back')) }));
 }
 
 function showGone() {

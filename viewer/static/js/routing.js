@@ -6,11 +6,11 @@ import { h, num, put, redraw, svg } from './dom.js';
 import { NONE as DASH, count, percent, plural, short } from './format.js';
 import { COMMAND, leftOut } from './folder.js';
 import { GridPage } from './gridpage.js';
-import { makeGrid, rgb } from './heat_grid.js';
+import { makeGrid, promptEnd, rgb } from './heat_grid.js';
 import { pan } from './heat_math.js';
 import { notice } from './notices.js';
 import { current, go, integer, link, replace } from './route.js';
-import { FLIP, MOST, STATES, WINDOW, layerRows, marginsOf, nextFlip, squeeze, totals, windowOf } from './routing_math.js';
+import { FLIP, MOST, UNMOVED, STATES, WINDOW, layerRows, marginsOf, nextFlip, squeeze, totals, windowOf } from './routing_math.js';
 import { scroller } from './scroll.js';
 import { say, whisper } from './shell.js';
 import { makeTexts } from './texts.js';
@@ -42,6 +42,16 @@ class Page extends GridPage {
     super(state, info, path, signal);
     this.texts = makeTexts(path, scope(state), signal, info.n);
     this.keys = info.comparable ? this.makeKeys() : {};
+  }
+
+  /** Whether it is not known how far scores move between the sides: margins of one alone, or too few that differ. */
+  unmoved() {
+    const { rule, margin_side: sides } = this.tile.meta;
+    return rule === 'rank' || sides.length < 2;
+  }
+
+  states() {
+    return this.unmoved() ? UNMOVED : STATES;
   }
 
   canDraw() {
@@ -127,17 +137,18 @@ class Page extends GridPage {
       this.small.ticks = Array.from(this.small.starts, (_, bin) => rows.some((__, row) => this.small.codes[row * this.small.starts.length + bin] >= FLIP));
     }
     const { codes, starts, ticks } = this.small;
-    if (this.inks !== theme()) {
-      this.inks = theme();
-      this.colours = Array.from({ length: 256 }, (_, code) => (STATES[code] && !STATES[code][2] ? [...rgb(STATES[code][3]), 255] : [0, 0, 0, 0]));
+    const inks = `${theme()} ${this.unmoved()}`;
+    if (this.inks !== inks) {
+      this.inks = inks;
+      this.colours = Array.from({ length: 256 }, (_, code) => (STATES[code] && !STATES[code][2] ? [...rgb(this.states()[code][3]), 255] : [0, 0, 0, 0]));
     }
     this.grid.draw({
       rows: rows.map((row) => ({ label: `layer ${row.layer}`, toggle: null, indent: false })),
       codes, bins: starts.length, starts, from: now.from, to: now.to, prompt: this.info.prompt_len,
       colours: this.colours, hatched: HATCHED, line: null, cursor: this.cursor(), ticks,
     });
-    put(this.legend, h('ul', { class: 'states' }, STATES.map(([name, words]) =>
-      h('li', {}, h('span', { class: `cellstate r-${name}`, 'aria-hidden': 'true' }), ` ${words}`))));
+    put(this.legend, h('ul', { class: 'states' }, this.states().map(([name, words, , ink]) =>
+      h('li', {}, h('span', { class: `cellstate r-${name} ink-${ink}`, 'aria-hidden': 'true' }), ` ${words}`)), promptEnd(this.info)));
     this.drawReadout();
   }
 
@@ -147,7 +158,7 @@ class Page extends GridPage {
     const bad = sum.not_near_tie;
     put(this.lead, sum.decisions ? [
       h('strong', {}, `${count(sum.flips)} of ${count(sum.decisions)} choices are of other experts`), ` (${percent(sum.flips / sum.decisions)}): `,
-      `${count(sum.near_tie)} near a tie, `, h('strong', { class: bad ? 'bad' : null }, `${count(bad)} not explained by a tie`), `, ${count(sum.margin_unknown)} with a margin that is not known. `,
+      `${count(sum.near_tie)} near a tie, `, this.unmoved() ? `${count(bad)} above eps: not shown to be a tie` : h('strong', { class: bad ? 'bad' : null }, `${count(bad)} not explained by a tie`), `, ${count(sum.margin_unknown)} with a margin that is not known. `,
       `${count(sum.order_only)} differ in slot order alone.`,
     ] : 'Nothing in this window was recorded on both sides.');
     const only = ['a', 'b'].map((side) => [side.toUpperCase(), JSON.parse(meta[`only_${side}`])]).filter(([, layers]) => layers.length);
@@ -179,7 +190,7 @@ class Page extends GridPage {
     const { tile, view: now, rows } = this;
     const row = rows[at.row];
     if (at.position < now.from || at.position >= now.to) return `token ${at.position} is outside of this window`;
-    const state = STATES[tile.map[at.row * tile.starts.length + at.position - now.from]];
+    const state = this.states()[tile.map[at.row * tile.starts.length + at.position - now.from]];
     const text = this.texts.get(at.position);
     return `token ${at.position}${text ? ` ${text}` : ''} as input, layer ${row.layer}: ${state[1]}${state[0].includes('tie') && row.eps !== null ? ` (eps ${short(row.eps)})` : ''}`;
   }
@@ -191,7 +202,7 @@ class Page extends GridPage {
 
   drawLayers() {
     const top = Math.max(...this.rows.map((row) => (row.decisions ? row.flips / row.decisions : 0)));
-    const heads = ['layer', 'flips', '', 'share', 'near tie', 'not a tie', 'unknown', 'order only', 'Jaccard', 'top 1', 'weight L1', 'load TV', 'eps'];
+    const heads = ['layer', 'flips', '', 'share', 'near tie', this.unmoved() ? 'above eps' : 'not a tie', 'unknown', 'order only', 'Jaccard', 'top 1', 'weight L1', 'load TV', 'eps'];
     const titles = { 'top 1': 'agreement of the expert with the largest combine weight; needs weights of both sides', 'weight L1': 'mean distance of the combine weights where the sets agree', 'load TV': 'total variation of the expert loads' };
     put(this.layers, h('table', { class: 'data' }, h('caption', { class: 'sr' }, 'Agreement by layer in this window'),
       h('thead', {}, h('tr', {}, heads.map((t, i) => h('th', { scope: 'col', class: i > 0 && i !== 2 ? 'n' : null, title: titles[t] ?? null }, t || h('span', { class: 'sr' }, 'bar'))))),
@@ -199,7 +210,7 @@ class Page extends GridPage {
         h('th', { scope: 'row' }, h('a', { 'data-layer': row.layer, 'aria-current': row.layer === this.view.layer ? 'true' : null }, row.layer)),
         num(count(row.flips)), h('td', { class: 'barcell' }, bars(row.decisions ? row.flips / row.decisions : 0, top)),
         num(row.decisions ? percent(row.flips / row.decisions) : DASH),
-        num(count(row.near_tie)), h('td', { class: row.not_near_tie ? 'n bad' : 'n' }, count(row.not_near_tie)), num(count(row.margin_unknown)), num(count(row.order_only)),
+        num(count(row.near_tie)), h('td', { class: row.not_near_tie && !this.unmoved() ? 'n bad' : 'n' }, count(row.not_near_tie)), num(count(row.margin_unknown)), num(count(row.order_only)),
         num(share(row.jaccard)), num(row.top1 === null ? 'no weights' : percent(row.top1)), num(row.weight_l1 === null ? 'no weights' : short(row.weight_l1)), num(short(row.load_tv)), num(short(row.eps)))))));
   }
 

@@ -16,6 +16,9 @@ export const STATES = [
 ];
 export const FLIP = 5;
 
+/** The same where it is not known how far scores move between the sides: eps tells nothing of a flip above it. */
+export const UNMOVED = STATES.map((state) => (state[0] === 'not_near_tie' ? [state[0], 'flip, above eps: not shown to be a tie', null, 'link'] : state));
+
 const COUNTS = ['decisions', 'flips', 'order_only', 'near_tie', 'margin_unknown', 'not_near_tie', 'missing_a', 'missing_b'];
 const SHARES = ['jaccard', 'top1', 'weight_l1', 'load_tv', 'eps'];
 

@@ -10,6 +10,7 @@ import { makeMinimap } from './minimap.js';
 import { notice, notices } from './notices.js';
 import { drawPanel } from './panel.js';
 import { current, go, integer, link, replace } from './route.js';
+import { edged } from './scroll.js';
 import { say, whisper } from './shell.js';
 import { STATS, presetOf, statOf } from './stats.js';
 import { findText } from './find.js';
@@ -114,7 +115,7 @@ class Page {
               this.find, this.pager),
             this.readout),
           this.legend, this.strip),
-        this.panel) : notice({ level: 'info', title: 'An empty sequence', text: 'It was opened and no token was recorded. Aborted requests are kept like this.' }),
+        edged(this.panel, 'panelbox')) : notice({ level: 'info', title: 'An empty sequence', text: 'It was opened and no token was recorded. Aborted requests are kept like this.' }),
     );
   }
 
@@ -219,7 +220,7 @@ class Page {
   // In a narrow window the panel lies over the foot of the strip.
   bottomEdge() {
     const foot = innerHeight - byId('status').offsetHeight - 8;
-    const below = this.panel.offsetLeft <= this.strip.offsetLeft;
+    const below = this.panel.getBoundingClientRect().left <= this.strip.getBoundingClientRect().left;
     return below ? foot - this.panel.offsetHeight : foot;
   }
 

@@ -2,8 +2,11 @@
 
 import { getArrays, getJson, runPath } from './api.js';
 import { css, paint } from './colour.js';
+import { choice } from './choice.js';
 import { byId, h, num, put } from './dom.js';
+import { COMMAND, leftOut } from './folder.js';
 import { NONE, count, plural, short, signed } from './format.js';
+import { besides } from './held.js';
 import { notice } from './notices.js';
 import { current, go, integer, link, replace } from './route.js';
 import { scroller } from './scroll.js';
@@ -28,18 +31,24 @@ export async function open({ state, main, runs, signal }) {
     state = current();
   }
   const params = { a: state.params.get('a'), b: state.params.get('b') };
+  if (params.a === params.b) {
+    put(main, h('h1', { class: 'mono' }, state.seq), pickers(state, reports, params),
+      notice({ level: 'info', title: 'R1 and R2 are the same report', text: 'Choose another one in either list.' }));
+    refocus();
+    return {};
+  }
   const path = (...rest) => runPath(state, 'seqs', state.seq, ...rest);
   const info = await getJson(path('sides', 'info'), params, signal);
   if (signal.aborted) return {};
   const page = new Page({ state, info, reports, params, path, signal });
   page.build(main);
-  page.ready = page.follow(state);
+  page.ready = page.follow(state).then(refocus);
   return page;
 }
 
 /** Reports for the places that the address leaves open. */
 function choose(state, reports) {
-  const ids = reports.map((r) => r.id);
+  const ids = reports.map((r) => r.id).filter((id) => besides(state.run, id));
   const [a, b] = [state.params.get('a'), state.params.get('b')];
   if (a && b) return null;
   const first = a || ids.find((id) => id !== b) || ids[0];
@@ -91,13 +100,12 @@ class Page {
     this.controls = h('div', { class: 'controls' });
     put(main,
       h('h1', { class: 'mono' }, info.seq, h('span', { class: 'neighbours' }, h('a', { href: link(state, { screen: 'seq', params: { rep: this.params.a } }) }, 'tokens of R1'), ' ', h('a', { href: link(state, { screen: 'seq', params: { rep: this.params.b } }) }, 'tokens of R2'))),
-      this.pickers(state),
+      pickers(state, this.reports, this.params),
       ['a', 'b'].filter((s) => !info[s].here).map((s) => notice({
         level: 'warn', title: `${NAMES[s]} does not have this sequence`,
         text: `Report ${info[s].name} did not compare it: the replay left it out, or its tokens did not match. The other side is shown alone.`,
         extra: h('p', {}, h('a', { href: link(state, { screen: 'overview', seq: null, params: { rep: info[s].rep } }) }, 'What that report did not compare')),
       })),
-      this.params.a === this.params.b ? notice({ level: 'info', title: 'R1 and R2 are the same report', text: 'Choose another one in either list.' }) : null,
       h('div', { class: 'twocards' }, settings(info), counts(info, state)),
       unmatched(info, state),
       info.n ? [h('div', { class: 'striphead' }, this.controls, this.line), h('div', { class: 'pair' }, VIEWS.map((v) => this.columns[v]))]
@@ -111,14 +119,6 @@ class Page {
   /** Its name and what is under it. */
   words(view) {
     return `${NAMES[view]}: ${view === 'diff' ? 'logprob of R1 minus logprob of R2' : this.info[view].name}`;
-  }
-
-  pickers(state) {
-    const pick = (side) => h('label', {}, `${NAMES[side]} `,
-      h('select', { id: `pick-${side}`, on: { change: (e) => go(link(current(), { params: { [side]: e.target.value } })) } },
-        this.reports.map((r) => h('option', { value: r.id, selected: r.id === this.params[side] || null }, r.name))));
-    return h('p', { class: 'pickers' }, pick('a'), ' ', pick('b'), ' ',
-      h('a', { class: 'button', href: link(state, { params: { a: this.params.b, b: this.params.a } }) }, 'Swap'));
   }
 
   update(state) {
@@ -291,6 +291,31 @@ class Page {
       Escape: () => go(link(current(), { params: { tok: null } })),
     };
   }
+}
+
+// The page is made anew for another pair: what the focus was to go to is looked for then.
+let focus = null;
+
+function refocus() {
+  const element = focus && [focus, 'strip-a', 'strip-b', 'strip-diff', 'pick-a'].map(byId).find((e) => e && e.offsetParent);
+  focus = null;
+  if (element) element.focus({ preventScroll: true });
+}
+
+function pickers(state, reports, params) {
+  const pick = (side) => {
+    const id = `pick-${side}`;
+    const changed = (rep) => {
+      focus = document.activeElement.id || 'strip-a';
+      go(link(current(), { params: { [side]: rep } }));
+    };
+    const options = reports.map((r) => (besides(state.run, r.id) ? [r.id, r.name] : [r.id, `${r.name} (not in this folder)`, { disabled: true }]));
+    return h('label', {}, `${NAMES[side]} `, choice(id, options, params[side], changed, () => (byId('strip-a') || document.activeElement).focus({ preventScroll: true })));
+  };
+  const few = reports.filter((r) => besides(state.run, r.id)).length;
+  return [h('p', { class: 'pickers' }, pick('a'), ' ', pick('b'), ' ',
+    h('a', { class: 'button', href: link(state, { params: { a: params.b, b: params.a } }) }, 'Swap')),
+  COMMAND && few < reports.length ? leftOut(`Of ${count(reports.length)} reports ${count(few)} can be put side by side in this folder`, 'It holds every two of the newest ones.') : null];
 }
 
 const prefix = (view) => `t${view}-`;

@@ -23,7 +23,7 @@ window.fetch = async (input, init = {}) => {
   try {
     return await answerOf(await manifest, path, params, init);
   } catch (error) {
-    if (error instanceof Missing) return problem(404, 'Not in this folder', error.message);
+    if (error instanceof Missing) return leftOut(404, 'Not in this folder', error.message);
     throw error;
   }
 };
@@ -35,12 +35,12 @@ const command = () => document.querySelector('meta[name=rolltape-folder]').conte
 async function saved(bundle, key, init, missing) {
   const file = bundle.files[key];
   if (!file) {
-    throw new Missing(`${missing || 'This folder holds chosen sequences only.'} Start ${command()} for everything else.`);
+    throw new Missing(`${missing || 'This folder holds chosen sequences only.'} All of it is shown by`);
   }
   const answer = await real(new URL(file, root), { signal: init.signal });
   if (!file.endsWith('.problem.json')) return answer;
   const told = await answer.json();
-  return problem(told.status, told.title, told.detail, told.field);
+  return problem(told.status, told);
 }
 
 const OUTSIDE = {
@@ -68,7 +68,7 @@ async function answerOf(bundle, path, params, init) {
   if (last === 'seqs') {
     const page = await (await ask(keyOf(path, { rep }))).json();
     const rows = listed(page.rows, params);
-    if (!rows) return problem(400, 'bad parameter', `q: words filter here; conditions need ${command()}`, 'q');
+    if (!rows) return leftOut(400, 'This folder filters by words alone', 'Conditions, and, or, not and parentheses need the viewer:', { field: 'q' });
     return json({ ...page, sort: params.sort || page.sort, rows, matched: rows.length });
   }
   const over = path.match(/^(.*\/seqs\/([^/]+))\/(sides\/)?over$/);
@@ -142,6 +142,11 @@ function json(value) {
   return new Response(JSON.stringify(value), { headers: { 'content-type': 'application/json' } });
 }
 
-function problem(status, title, detail, field) {
-  return new Response(JSON.stringify({ title, status, detail, ...(field ? { field } : {}) }), { status, headers: { 'content-type': 'application/problem+json' } });
+/** What the folder lacks on purpose is no error; the command shows it. */
+function leftOut(status, title, detail, more) {
+  return problem(status, { title, status, detail, level: 'info', commands: [command()], ...more });
+}
+
+function problem(status, body) {
+  return new Response(JSON.stringify(body), { status, headers: { 'content-type': 'application/problem+json' } });
 }

@@ -44,6 +44,6 @@ export function drawStep(panel, data, state, whole) {
     data.batch.of > data.batch.rows.length ? h('p', { class: 'hint' }, `The first ${count(data.batch.rows.length)} of ${count(data.batch.of)} rows.`) : null,
     h('details', {}, h('summary', {}, `Kernel choices known by then, ${data.graph === null ? 'eager' : `in graph ${data.graph}`}: ${count(data.tactics.of)}`),
       data.tactics.timed ? null : h('p', { class: 'hint' }, 'The step has no time: all choices of the tape are listed.'),
-      scroller('Kernel choices', h('table', { class: 'data' }, head(['op', 'implementation', 'tactic', 'source']),
+      !data.tactics.of ? h('p', { class: 'hint' }, 'None recorded.') : scroller('Kernel choices', h('table', { class: 'data' }, head(['op', 'implementation', 'tactic', 'source']),
         h('tbody', {}, data.tactics.rows.map((t) => h('tr', {}, h('td', { class: 'mono wrap', title: t.key }, t.op), h('td', { class: 'wrap' }, t.implementation ?? NONE), h('td', { class: 'mono wrap' }, t.tactic ?? NONE), h('td', {}, t.source))))))));
 }

@@ -54,7 +54,7 @@ function draw(body, data, query, load) {
       data.b ? (data.b_recorded ? `; A and B differ in ${count(data.differ)}` : '; B recorded none') : '; tape B is not open') : null,
     data.rows.length ? scroller('Kernel choices', h('table', { class: 'data tactics', id: 'tactics' },
       h('thead', {}, h('tr', {}, names.map((n) => h('th', { scope: 'col' }, n)))), h('tbody', {}, rows.filter(Boolean))))
-      : data.total ? notice({ level: 'info', title: 'The filter leaves no choice', text: `None of ${plural(data.total, 'choice')} matches ${query}.` }) : null,
+      : data.total ? notice({ level: 'info', title: 'The filter leaves no choice', text: `None of ${plural(data.total, 'choice')} matches ${query}.` }) : h('p', { class: 'hint' }, 'None recorded.'),
     h('p', { class: 'pager' },
       data.start ? h('button', { type: 'button', on: { click: () => load(null) } }, 'First page') : null,
       data.next ? h('button', { type: 'button', id: 'tactic-next', on: { click: () => load(data.next) } }, 'Next page') : null),

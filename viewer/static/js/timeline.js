@@ -4,11 +4,12 @@ import { getJson, runPath, scope } from './api.js';
 import { h, num, put } from './dom.js';
 import { NONE, count, plural } from './format.js';
 import { COMMAND, leftOut } from './folder.js';
+import { everyStep } from './held.js';
 import { LEFT, MARK_LETTERS, Picture, TOP } from './lanepaint.js';
 import { MARKS, clamp, describe, describeBin, entry, hit, inside, ns, pan, spanAt, toAbsolute, toOffset, zoom } from './lanes.js';
 import { notice } from './notices.js';
 import { current, go, integer, link, replace } from './route.js';
-import { scroller } from './scroll.js';
+import { edged, scroller } from './scroll.js';
 import { say, whisper } from './shell.js';
 import { drawStep, head } from './steppanel.js';
 import { tacticTable } from './tactics.js';
@@ -106,7 +107,7 @@ class Page extends Picture {
       whole.axis === 'step' ? notice({ level: 'warn', title: 'No times: the axis is the number of the step',
         text: `${plural(whole.untimed, 'step')} of ${count(whole.steps)} ${whole.untimed === 1 ? 'has' : 'have'} no time, so durations, events and weight versions have no place here. Tapes of this version of rolltape record the time of each step.` }) : null,
       (whole.problems || []).map((p) => notice({ level: 'error', title: 'Damaged shard', text: `${p}. Everything else is served.` })),
-      leftOut('Not all of the schedule is in this folder', `Whole are the steps that drew a token of its sequences. ${whole.bins ? 'Elsewhere steps are put together in bins, however close one comes. ' : ''}Perfetto and CSV files are not written.`),
+      everyStep(current().run) ? null : leftOut('Not all of the schedule is in this folder', `Whole are the steps that drew a token of its sequences. ${whole.bins ? 'Elsewhere steps are put together in bins, however close one comes. ' : ''}Perfetto and CSV files are not written.`),
       this.outside,
       h('div', { class: 'work tl' },
         h('div', { class: 'left' },
@@ -117,7 +118,7 @@ class Page extends Picture {
             button('Fit', 'fit the step, then the whole (F)', () => this.fit(), 'fit'),
             this.note, this.files),
           this.canvas, this.readout, this.legend(), this.table, this.eventList),
-        this.panel),
+        edged(this.panel, 'panelbox')),
       this.tactics);
     this.listen();
     this.observer = new ResizeObserver(() => this.draw());
@@ -514,7 +515,7 @@ class Page extends Picture {
     } catch (error) {
       if (error.name === 'AbortError') return;
       if (!error.problem) throw error;
-      put(this.panel, notice({ level: 'warn', title: COMMAND ? `Step ${count(step)} is not in this folder` : `No step ${count(step)}`, text: error.message }));
+      put(this.panel, notice({ level: error.problem.level || 'warn', title: COMMAND ? `Step ${count(step)} is not in this folder` : `No step ${count(step)}`, text: error.message, commands: error.problem.commands }));
     } finally {
       if (!signal.aborted) this.panel.removeAttribute('aria-busy');
     }
