@@ -55,7 +55,7 @@ GOALS = {
     "scan": 1500,
 }
 #: Those that are about sequences with layers.
-DENSE = ("heat", "layers_at", "layers", "front", "routing", "routing_at")
+DENSE = ("heat", "layers_at", "layers", "front", "routing", "routing_zoomed", "routing_at")
 GOAL_RSS_MB, COLD = 500, 5
 WARMUP = 20
 
@@ -232,6 +232,7 @@ class Kinds:
             Kind("front", f"{seq}/front", self.of_dense("front"), self.raw_heat),
             Kind("layers_at", f"{seq}/layers/{{position}}", self.at("layers")),
             Kind("routing", f"{seq}/routing", self.routing, self.raw_routing),
+            Kind("routing_zoomed", f"{seq}/routing", self.routing_zoomed, self.raw_routing),
             Kind("routing_at", f"{seq}/routing/{{position}}", self.at("routing")),
             Kind("timeline", "/api/runs/{run}/timeline", self.timeline, self.raw_timeline),
             Kind("step", "/api/runs/{run}/steps/{engine}/{step}", self.step),
@@ -285,6 +286,15 @@ class Kinds:
         }
 
     def routing(self, rng: random.Random) -> Request:
+        # as the page asks: windows of 2,048 that lie side by side, as many bins as the map is wide
+        name = rng.choice(self.wide)
+        start = 2048 * rng.randrange(-(-self.length[name] // 2048))
+        end = min(start + 2048, self.length[name])
+        bins = rng.randrange(600, 1500)
+        return self._seq(name, "routing"), {"start": start, "end": end, "bins": bins}
+
+    def routing_zoomed(self, rng: random.Random) -> Request:
+        # zoomed out by hand: twice that
         name = rng.choice(self.wide)
         start, end = self._window(rng, name, 4096)
         return self._seq(name, "routing"), {"start": start, "end": end, "bins": 1024}
