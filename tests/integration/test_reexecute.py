@@ -182,7 +182,11 @@ def test_a_flipped_bit_of_a_recorded_logprob_is_named(
     flipped: list[np.float32] = []
 
     def flip(rows: list[dict[str, Any]]) -> None:
-        row = next(r for r in rows if r["request"] == "0-4" and r["raw"] is not None)
+        row = next(
+            r for r in rows
+            if r["request"] == "0-4" and r["raw"] is not None
+            and r["start"] <= at < r["start"] + r["n"]
+        )  # fmt: skip
         value = np.array(row["raw"], np.float32)
         value.view(np.uint32)[at - row["start"]] ^= 1
         flipped.append(value[at - row["start"]])
