@@ -117,12 +117,12 @@ def main() -> None:
             vllm_job.main()
         else:
             with rolltape.record(Path(folder) / "tape"):
-                from rolltape.recorder.serving import batch, blocks, device
+                from rolltape.recorder.serving import batch, blocks, device, drawn
                 from rolltape.recorder.session import Session
                 from rolltape.recorder.vllm import record
 
                 named(Session)
-                timed(record, "measure")
+                timed(drawn.Drawn, "write", "measure")
                 timed(device.Outlet, "copy", "outlet.copy")
                 timed(device.Outlet, "done", "outlet.done")
                 timed(device.RouteBuffer, "leave", "routes.leave")

@@ -573,9 +573,8 @@ class Tape(FlatTable, Folder):
             schema = self.schemas[table]
             if columns is not None:
                 schema = pa.schema([schema.field(name) for name in columns])
-            batch = self.shard(table, file).read(number, schema)
-            # what its columns will be taken apart into is not in its buffers
-            return Cells(batch), batch.get_total_buffer_size() + 400 * batch.num_rows
+            cells = Cells(self.shard(table, file).read(number, schema))
+            return cells, cells.nbytes
 
         return self._cells.get((table, file, number, columns), make)
 

@@ -100,11 +100,9 @@ class Roster:
         self._next = 0
         # by index of the life: prompt tokens, tokens known, positions forwarded
         self._facts = np.zeros((3, 256), np.int64)
-        self._steady: _Steady | None = None
 
     def add(self, life: Life) -> Life:
         """Give a life its number."""
-        self._settle()
         if self._next == self._facts.shape[1]:
             self._facts = np.concatenate([self._facts, np.zeros_like(self._facts)], 1)
         life.index = self._next
@@ -141,17 +139,8 @@ class Roster:
             drafted: int64 [rows]; None for none.
             index: `indices(lives)`, if the caller has kept it from a step with the same lives.
         """
-        steady = self._steady
-        if steady is not None:
-            rows = None
-            if index is steady.index and drafted is None and (n == 1).all():
-                rows = steady.next(lives, start, n, self.block_size)
-            if rows is not None:
-                return rows
-            self._settle()
         if index is None:
             index = indices(lives)
-        single = drafted is None
         start, n = np.asarray(start, np.int64), np.asarray(n, np.int64)
         drafted = np.zeros_like(n) if drafted is None else np.asarray(drafted, np.int64)
         prompt, known, seen = self._facts[:, index]
@@ -166,9 +155,6 @@ class Roster:
             used = tuple(
                 (row, lives[row].blocks) for row in np.flatnonzero(full | (cached > 0)).tolist()
             )
-        if single and samples.all():
-            nothing = np.zeros_like(n)
-            self._steady = _Steady(index, end + 1, prompt, nothing, np.ones_like(samples))
         return Rows(
             life=index,
             start=start,
@@ -178,52 +164,6 @@ class Roster:
             prompt=prompt,
             seen=seen,
             cached=cached,
-            blocks=used,
-        )
-
-    def _settle(self) -> None:
-        """Write down how far the lives have come in steps with a token each."""
-        if self._steady is not None:
-            self._facts[1, self._steady.index] = self._steady.known
-            self._facts[2, self._steady.index] = self._steady.known - 1
-            self._steady = None
-
-
-@dataclass
-class _Steady:
-    """The same lives, each with the token after its last, step after step.
-
-    Most steps are such, and with caches that are cold after a forward every array that is made
-    costs the engine's thread microseconds. What does not change is shared by the rows of all steps.
-    """
-
-    index: np.ndarray
-    known: np.ndarray
-    prompt: np.ndarray
-    nothing: np.ndarray
-    samples: np.ndarray
-
-    def next(
-        self, lives: Sequence[Life], start: np.ndarray, n: np.ndarray, block_size: int
-    ) -> Rows | None:
-        """The rows of the next step; None if a life is not where it was left."""
-        end = self.known
-        if not (start + 1 == end).all():
-            return None
-        self.known = end + 1
-        used: tuple[tuple[int, list[int]], ...] = ()
-        if block_size:
-            full = np.flatnonzero(end % block_size == 0)
-            used = tuple((row, lives[row].blocks) for row in full.tolist())
-        return Rows(
-            life=self.index,
-            start=start,
-            n=n,
-            drafted=self.nothing,
-            samples=self.samples,
-            prompt=self.prompt,
-            seen=start,
-            cached=self.nothing,
             blocks=used,
         )
 

@@ -343,14 +343,19 @@ class Recorder:
         )
 
     def _loud(self) -> None:
-        """The step that is running is one of its own after all."""
+        """The step that is running is one of its own after all; its rows are not laid out yet."""
         self._quiet = False
         self.blocks.collect()
         if self._size:
             follow_blocks(self.scheduled.scheduled_cached_reqs, self._lives)
+
+    def _loud_late(self) -> None:
+        """The same of a step whose rows were laid out as those of a quiet one, and ran."""
+        self._loud()
         if self._running and self._start is not None:
             batch, one = self._batch, np.ones(self._running, np.int64)
             self._rows = self.roster.place(batch.lives, self._start, one, index=batch.index)
+            self.take_routes()
 
     def _born(self, new: Any) -> Life | None:
         params, ids = new.sampling_params, new.prompt_token_ids
@@ -391,9 +396,7 @@ class Recorder:
             if drafted is None and self._same is not None and self._same[0] == ids:
                 self._start = start
                 return
-            self._running = 0
             self._loud()
-            self._running = len(ids)
         if self._same is None or self._same[0] != ids:
             lives = [self._lives.get(name) for name in ids]
             known = [life for life in lives if life is not None]
@@ -454,8 +457,7 @@ class Recorder:
             scale = self._scale_of(temperature)
         if raw is None or len(raw) != self._running:
             if self._quiet:
-                self._loud()
-                self.take_routes()
+                self._loud_late()
             self._several(token, scale)
             return
         if cut is not None and (cut.shape != raw.shape or not self.wants_masked):
@@ -469,8 +471,7 @@ class Recorder:
             self._keep(drawn)
             return
         if self._quiet:
-            self._loud()
-            self.take_routes()
+            self._loud_late()
         if self._measure is not None:
             self._table = drawn.table(self._measure)
             self._device_values |= drawn.bitmap()
@@ -543,8 +544,7 @@ class Recorder:
                 self.blocks.flush()
             return
         if self._quiet:
-            self._loud()
-            self.take_routes()
+            self._loud_late()
         rows, ran, number = self._rows, self.going, self._number
         values, table, routes = self._device_values, self._table, self._host_routes
         self.going = False

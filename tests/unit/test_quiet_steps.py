@@ -203,6 +203,10 @@ def shared(engine: Engine, upto: int) -> Any:
     return sequence.routes()
 
 
+def out_of_memory(_: Any) -> Any:
+    raise RuntimeError("out of memory")
+
+
 def gaps(tape: Any) -> list[dict[str, Any]]:
     return [json.loads(row["detail"]) for row in tape.rows("events") if row["kind"] == "gap"]
 
@@ -296,11 +300,8 @@ def test_steps_that_cannot_be_copied_are_a_gap_and_nothing_else(
     start(engine)
     decode(engine, "a-0", 5, 20)
 
-    def full(_: Any) -> Any:
-        raise RuntimeError("out of memory")
-
     with monkeypatch.context() as patch:
-        patch.setattr(engine.recorder._outlet, "copy", full)
+        patch.setattr(engine.recorder._outlet, "copy", out_of_memory)
         engine.recorder.blocks.collect()
     routes = shared(engine, 20)
     assert not routes.valid[5:20].any() and routes.valid[:4].all()  # whole blocks are shared
@@ -317,11 +318,8 @@ def test_no_fault_reaches_the_job_when_the_device_is_full(
     start(engine)
     decode(engine, "a-0", 5, 8)
 
-    def full(_: Any) -> Any:
-        raise RuntimeError("out of memory")
-
     with monkeypatch.context() as patch:
-        patch.setattr(engine.recorder._outlet, "copy", full)
+        patch.setattr(engine.recorder._outlet, "copy", out_of_memory)
         decode(engine, "a-0", 8, 10, fault="tokens", at=9)
     decode(engine, "a-0", 10, 12)
     tape = engine.end()
